@@ -1,0 +1,238 @@
+"""From the bytes of a request to the vLLM requests it asks for.
+
+A body is ``RequestModel.serialize(tracer)``: the tracer and its block as source, with the names
+the block reads. Building deserializes it against this engine's own model, runs what stands above
+the invokes, and puts each invoke's block on the ``SamplingParams`` of one vLLM request.
+
+nnsight's build shares the model's one interleaver, so a build holds the event loop from beginning
+to end: it never awaits, and no two builds interleave.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from nnsight.intervention.interleaver import Mediator
+from nnsight.intervention.serialization import UnknownPersistentIdError
+from nnsight.intervention.util import clear_shared_locals
+from nnsight.tracing.tracer import dec, inc
+from vllm.sampling_params import RequestOutputKind
+
+from . import blocks, sources
+from .advice import names_of_siblings, unnamed_saves
+from .errors import BadBodyError, TooLargeError
+from .requests import BLOCK, SCOPE
+from .said import Said, listening
+from .sources import Scope
+from .tree import envoys_by_id, tag
+
+NOT_A_TRACE = (
+    "The body is not a serialized nnsight trace ({why}); send what "
+    "`nnsight.schema.request.RequestModel.serialize(tracer)` returns, "
+    "as `model.trace(..., serve=url)` does."
+)
+
+
+@dataclass
+class Invoke:
+    """One vLLM request: a prompt, its ``SamplingParams`` with the block on it, and its LoRA."""
+
+    prompt: Any
+    params: Any
+    lora_request: Any
+
+
+@dataclass
+class Trace:
+    """A built trace.
+
+    Attributes
+    ----------
+    mediators
+        nnsight's workers of the invokes, in order; results are merged into their scopes.
+    invokes
+        The vLLM requests, in the same order.
+    said
+        What the part of the block above the invokes wrote.
+    siblings
+        Why a name is missing in an invoke, for names that only another invoke binds.
+    """
+
+    mediators: list[Any]
+    invokes: list[Invoke]
+    said: Said
+    siblings: dict[str, str]
+
+
+class Builder:
+    """Builds traces and checks edits against one model.
+
+    Parameters
+    ----------
+    model
+        A dispatched asynchronous ``nnsight.modeling.vllm.VLLM``.
+    max_body_bytes
+        Largest body in bytes once decompressed.
+    """
+
+    def __init__(self, model: Any, max_body_bytes: int) -> None:
+        self.model = model
+        self.max_body_bytes = max_body_bytes
+        self.envoys = envoys_by_id(model)
+        tag(model, self.envoys)
+        self.persistent_objects = {**model._remoteable_persistent_objects(), **self.envoys}
+
+    def trace(self, body: bytes, compressed: bool) -> Trace:
+        """Build the trace in ``body``.
+
+        Parameters
+        ----------
+        body
+            ``RequestModel.serialize(tracer)``.
+        compressed
+            Whether the body is one zstd frame (``nnsight-compress: True``).
+
+        Raises
+        ------
+        BadBodyError, TooLargeError
+            The body is no trace.
+        Exception
+            Whatever the caller's own part of the build raises: a module that is not installed
+            here, a bad sampling setting, an error above the invokes.
+        """
+        body = self.decompressed(body, compressed)
+        key, said = uuid.uuid4().hex[:12], Said()
+        try:
+            tracer, filename = self._load(body, key)
+            for sentence in unnamed_saves(tracer.node):
+                said.add("stderr", f"{filename}, {sentence}\n")
+            with listening(said):
+                mediators, prompts, params, loras = self._prepare(tracer)
+        finally:
+            sources.release(key)
+        for index, param in enumerate(params):
+            param.extra_args[BLOCK] = param.extra_args.pop("nnsight_mediator")
+            param.extra_args[SCOPE] = [f"{key}.{index}", filename]
+            # Nobody reads the tokens as they come, and each partial output costs this process.
+            param.output_kind = RequestOutputKind.FINAL_ONLY
+        invokes = [Invoke(*invoke) for invoke in zip(prompts, params, loras, strict=True)]
+        return Trace(mediators, invokes, said, names_of_siblings(mediators))
+
+    def _prepare(self, tracer: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """Run what stands above the invokes and serialize each invoke's block onto its request."""
+        model = self.model
+        inc()
+        try:
+            _, (prompts, params, loras), settings = tracer.prepare(tracer.info.code)
+            mediators = model._attach_mediators(params, **settings)
+        finally:
+            dec()
+            model.interleaver.cancel()
+            clear_shared_locals()
+        return mediators, prompts, params, loras or [None] * len(prompts)
+
+    def edit(self, body: bytes) -> None:
+        """Check that a serialized edit loads, so that a worker never has to refuse it.
+
+        Raises
+        ------
+        BadBodyError
+            The body is no edit.
+        Exception
+            Whatever loading it raises.
+        """
+        scope = Scope(uuid.uuid4().hex[:12], "<edit>")
+        try:
+            edit = self._unpickle(body, scope)
+        finally:
+            sources.release(scope.key)
+        if not isinstance(edit, Mediator):
+            raise BadBodyError(
+                "The body is not a serialized nnsight edit; send what `model.edit(serve=url)` does."
+            )
+
+    def decompressed(self, body: bytes, compressed: bool) -> bytes:
+        """The body as it was before compression; never more than ``max_body_bytes`` bytes."""
+        if not compressed:
+            return body
+        import zstandard
+
+        buffer = io.BytesIO()
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+                while chunk := reader.read(2**20):
+                    buffer.write(chunk)
+                    if buffer.tell() > self.max_body_bytes:
+                        raise TooLargeError(
+                            f"The body is more than {self.max_body_bytes} bytes once decompressed, "
+                            "the limit this server sets (max_request_bytes); capture less in "
+                            "the block."
+                        )
+        except zstandard.ZstdError as error:
+            raise BadBodyError(NOT_A_TRACE.format(why=f"it is not a zstd frame: {error}")) from None
+        return buffer.getvalue()
+
+    def _load(self, body: bytes, key: str) -> tuple[Any, str]:
+        """Deserialize a trace and give it back its code, its names and its AST.
+
+        Does what ``RequestModel.deserialize`` does, with each part checked for being what it
+        should be, and with its source kept under the scope ``key``.
+
+        Returns
+        -------
+        tuple
+            The tracer, and the file name its source had.
+        """
+        loaded = self._unpickle(body, Scope(key, "<trace>"))
+        try:
+            tracer, (source, glbls, variables) = loaded
+            frame = tracer.info.frame
+            filename = str(frame.f_code.co_filename)
+            name = frame.f_code.co_name
+        except (TypeError, ValueError, AttributeError):
+            raise BadBodyError(NOT_A_TRACE.format(why="it holds something else")) from None
+        scoped = Scope(key, filename).keep(filename, source)
+        frame.f_code.co_filename = scoped
+        frame.f_globals, frame.f_locals = glbls, variables
+        tracer.node = ast.parse(source)
+        tracer.info.code = compile(source, scoped, "exec").replace(co_name=name)
+        if tracer.envoy is not self.model:
+            tag(tracer.envoy, self.envoys)
+        return tracer, filename
+
+    def _unpickle(self, body: bytes, scope: Scope) -> Any:
+        """Unpickle ``body``, telling bytes that are no pickle from what the caller can mend.
+
+        Raises
+        ------
+        BadBodyError
+            The bytes are no pickle, or refer to a model that is not served here.
+        ImportError, AttributeError, RuntimeError
+            The pickle needs something that is not here: a module, a name in it, a device.
+        """
+        if not body:
+            raise BadBodyError(NOT_A_TRACE.format(why="it is empty"))
+        try:
+            return blocks.loads(body, self.persistent_objects, scope)
+        except UnknownPersistentIdError as error:
+            raise BadBodyError(
+                f"This was written for another model: it refers to {error}, which the model "
+                "served here does not have; build the client's model from the served model's name."
+            ) from None
+        except ImportError as error:
+            module = (error.name or str(error)).partition(".")[0]
+            error.msg = (
+                f"{error.msg}: the trace uses {module!r}, which is not installed on the server. "
+                f"Have it sent along, before the trace, with `nnsight.register({module})`, define "
+                "what you use in the notebook, or ask the admin to install it."
+            )
+            raise
+        except (AttributeError, RuntimeError):
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise BadBodyError(NOT_A_TRACE.format(why=why)) from None

@@ -1,0 +1,98 @@
+"""Every change made to other people's modules, each with the versions it is for and the reason.
+
+Nothing else in the project patches. `apply` runs once in the engine process before nnsight builds
+anything, `apply_in_worker` once in each vLLM worker process.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import cloudpickle
+import torch
+
+
+def apply() -> None:
+    """Prepare the engine process, before nnsight builds anything."""
+    _cut_tracebacks()
+    if not torch.accelerator.is_available():
+        # vLLM 0.25 and later, nnsight 0.8.1: building the meta tree runs vLLM's base_loader, which
+        # calls these, and torch raises where there is no accelerator. vLLM's own CPU runner
+        # replaces them with no-ops in its worker; the engine process has no such runner.
+        torch.accelerator.empty_cache = _nothing
+        torch.accelerator.synchronize = _nothing
+
+
+def apply_in_worker() -> None:
+    """Prepare a worker process, before its model is loaded."""
+    _cut_tracebacks()
+    from nnsight.modeling.vllm.model_runners import GPUModelRunner as module
+
+    # nnsight 0.8.1: `collect_nnsight` pickles CUDA tensors as CUDA tensors, so whoever unpickles
+    # them needs a CUDA context and as much device memory again. The engine process hands saves on
+    # and has no use for a device.
+    module.dumps_compact = dumps_to_host
+
+
+def _cut_tracebacks() -> None:
+    from nnsight.intervention import errors
+
+    from .sources import capture_exception
+
+    # nnsight 0.8.1: the traceback that goes home holds nnsight's own frames and, for an error in
+    # the build, this server's, with its paths. Its callers import the name when they need it.
+    errors.capture_exception = capture_exception
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for an accelerator call where there is no accelerator."""
+
+
+def _reduce_to_host(tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return NotImplemented
+    if tensor.device.type != "cpu":
+        return tensor.detach().to("cpu").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        return tensor.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return NotImplemented
+
+
+class _HostPickler(pickle.Pickler):
+    """Writes each tensor as a compact tensor in host memory."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce_to_host(obj) if isinstance(obj, torch.Tensor) else NotImplemented
+
+
+class _HostCloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """The same, for values whose class or function exists only in a notebook."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return _reduce_to_host(obj)
+        return super().reducer_override(obj)
+
+
+def dumps_to_host(value: Any) -> bytes:
+    """Pickle ``value`` with every tensor as a copy in host memory that owns just its elements.
+
+    Does what nnsight's ``collect.dumps_compact`` does (a slice carries the slice, not the storage
+    it views; an object under two names stays one object), moves tensors off the device, and takes
+    instances of a class that was defined in a notebook.
+
+    Parameters
+    ----------
+    value
+        Anything picklable; tensors may have any shape, dtype and device.
+    """
+    buffer = io.BytesIO()
+    try:
+        _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        # Slower, so only for what the plain pickler refuses.
+        buffer = io.BytesIO()
+        _HostCloudPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()

@@ -1,0 +1,86 @@
+"""Ends the engine's processes when whoever they serve is gone.
+
+Three processes or more make an engine: this one, vLLM's EngineCore and its workers. Each end of
+the chain is watched by the next: the engine process watches its standard input, which its starter
+holds open, and every worker watches the engine process. They share one process group, so the last
+act is always one ``killpg``, which no process of the group can outlive or ignore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+ENGINE_PID = "JUPYTER_NNSIGHT_SERVE_ENGINE_PID"
+"""Environment variable through which workers learn the engine process's pid."""
+
+GRACE_SECONDS = 8.0
+"""Seconds a stopping engine gets to shut vLLM down before its process group is killed."""
+
+
+def lead_group() -> None:
+    """Make this process lead a process group of its own and tell its children who it is."""
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
+    os.environ[ENGINE_PID] = str(os.getpid())
+
+
+def watch_starter(fd: int) -> None:
+    """End this process, then its group, once ``fd`` reaches its end or SIGTERM arrives.
+
+    Parameters
+    ----------
+    fd
+        The reading end of a pipe whose writing end only the starter holds.
+    """
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(fd, 4096):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def _stop(signum: int, frame: object) -> None:
+    """Unwind the main thread, and make sure the group ends even if unwinding never does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def last_act() -> None:
+        time.sleep(GRACE_SECONDS)
+        end_group()
+
+    threading.Thread(target=last_act, name="last-act", daemon=True).start()
+    sys.exit(0)
+
+
+def end_group() -> None:
+    """Kill every process of this process's group, itself included."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def watch_engine() -> None:
+    """In a worker: kill the process group once the engine process is gone."""
+    pid = int(os.environ.get(ENGINE_PID, "0"))
+    if not pid or pid == os.getpid():
+        return
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        end_group()
+        return
+
+    def wait() -> None:
+        select.select([pidfd], [], [])
+        end_group()
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -1,0 +1,101 @@
+"""The blocks riding a worker's requests, with what serving several people adds.
+
+nnsight's `Requests` keeps the workers of every request. Added here: the source of each request
+lives in a scope of its own, what its blocks say is kept for its caller, and a loop that ends early
+says so there too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from nnsight.modeling.vllm.model_runners.GPUModelRunner import Requests
+
+from . import blocks, sources
+from .blocks import Block
+from .said import Said
+from .sources import Scope
+
+BLOCK = "serve_block"
+"""Key of ``SamplingParams.extra_args`` under which a request carries its serialized block."""
+
+SCOPE = "serve_scope"
+"""Key under which it carries ``[scope key, file name]`` for the block's source."""
+
+
+class ServeRequests(Requests):  # type: ignore[misc]
+    """nnsight's requests of one worker, each with its own sources and its own voice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[str, Said] = {}
+        self.scopes: dict[str, str] = {}
+
+    def register(
+        self,
+        registration_id: str,
+        payload: bytes,
+        persistent_objects: dict[str, Any],
+        name: str | None = None,
+    ) -> None:
+        scope = Scope(f"edit {registration_id}", f"<edit {name or registration_id}>")
+        sources.release(scope.key)
+        self.templates[registration_id] = blocks.loads(payload, persistent_objects, scope)
+        self.names[registration_id] = name
+
+    def unregister(self, registration_id: str) -> None:
+        super().unregister(registration_id)
+        sources.release(f"edit {registration_id}")
+
+    def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
+        fresh = [data for data in new_requests if data.req_id not in self.requests]
+        super().add(new_requests, persistent_objects)
+        for data in fresh:
+            request = self.requests[data.req_id]
+            extra = data.sampling_params.extra_args or {}
+            if BLOCK in extra:
+                scope = Scope(*extra[SCOPE])
+                self.scopes[request.id] = scope.key
+                try:
+                    request.mediator = blocks.loads(extra[BLOCK], persistent_objects, scope)
+                except Exception as exception:
+                    request.error = request.error or sources.capture_exception(exception)
+            said = self.said[request.id] = Said()
+            for mediator in request.workers():
+                mediator.__class__ = Block
+                mediator.said = said
+
+    def serve_result(self, mediator: Any, output: Any) -> None:
+        try:
+            super().serve_result(mediator, output)
+        except Exception as exception:
+            # Raised by the block, after its last step: nnsight 0.8.1 lets it end the collect, which
+            # takes along what the block saved and every request collected with it.
+            mediator.exception = exception
+            mediator.pending = None
+            self.record(mediator)
+
+    def finish_dangling(
+        self, mediator: Any, taps: frozenset[str] = frozenset(), quiet: bool = False
+    ) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            super().finish_dangling(mediator, taps, quiet)
+        for warning in caught:
+            mediator.said.add("stderr", f"{warning.category.__name__}: {warning.message}\n")
+
+    def speakers(self, ids: set[str]) -> list[tuple[str, Said]]:
+        """Whose words the requests named by ``ids`` are: the engine's request id, and the words."""
+        return [
+            (request.key(ids)[0], self.said[request.id])
+            for request in self.requests.values()
+            if request.named(ids) and request.id in self.said
+        ]
+
+    def forget(self) -> None:
+        """Give back what belonged to requests that are over."""
+        for request_id in self.said.keys() - self.requests.keys():
+            del self.said[request_id]
+            if request_id in self.scopes:
+                sources.release(self.scopes.pop(request_id))

@@ -1,0 +1,107 @@
+"""Whose source is whose: every name under which a request's source is kept belongs to one scope.
+
+nnsight finds a block's source again through process-wide tables: ``linecache``, ``SOURCES`` (text
+by file name) and ``BLOCKS`` (compiled blocks by place). Notebooks of different people share file
+names, so source is kept under ``<trace SCOPE> FILE`` instead, the scope being one request's, and
+given back when the request ends. A traceback shows the caller's own file names again, and only
+frames of the caller's own source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import linecache
+import re
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nnsight.intervention.errors import DeferredError
+from nnsight.intervention.interleaver import EarlyStopException
+from nnsight.tracing.globals import BLOCKS, SOURCES
+
+# A scoped name, with the `[function:line]` that nnsight puts before the file of a function.
+_SCOPED = re.compile(r"(?:\[[^\]\s]+:\d+\] |<trace [^>]*> )*<trace [^>]*> (?:\[[^\]\s]+:\d+\] )*")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Whose source is being loaded.
+
+    Attributes
+    ----------
+    key
+        Unique among everything this process holds at the same time.
+    filename
+        The file name the caller's own source had.
+    """
+
+    key: str
+    filename: str
+
+    def name(self, filename: str, detail: str = "") -> str:
+        """The scoped form of ``filename``."""
+        return f"<trace {self.key}{detail}> {filename}"
+
+    def keep(self, filename: str, source: str, detail: str = "") -> str:
+        """Keep ``source`` under the scoped form of ``filename``, which is returned."""
+        scoped = self.name(filename, detail)
+        linecache.cache[scoped] = (len(source), None, source.splitlines(keepends=True), scoped)
+        self.holds(scoped)
+        return scoped
+
+    def holds(self, name: str) -> None:
+        """Have the table entries under ``name`` given back with this scope."""
+        _kept[self.key].append(name)
+
+
+# Scoped names by scope key, so that giving a scope back does not search the tables.
+_kept: defaultdict[str, list[str]] = defaultdict(list)
+_current: contextvars.ContextVar[Scope] = contextvars.ContextVar("scope")
+
+
+def current() -> Scope:
+    """The scope of what is being unpickled."""
+    return _current.get()
+
+
+def release(key: str) -> None:
+    """Give back every table entry of the scope ``key``."""
+    names = set(_kept.pop(key, ()))
+    for name in names:
+        linecache.cache.pop(name, None)
+        SOURCES.pop(name, None)
+    if names and BLOCKS:
+        for place in [place for place in BLOCKS if place[0] in names]:
+            BLOCKS.pop(place, None)
+
+
+def plain(text: str) -> str:
+    """``text`` with the caller's own file names in place of scoped ones."""
+    return _SCOPED.sub("", text)
+
+
+@contextlib.contextmanager
+def loading(scope: Scope) -> Iterator[None]:
+    """Keep the source of everything unpickled inside under ``scope``."""
+    token = _current.set(scope)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def capture_exception(exception: BaseException) -> DeferredError:
+    """An exception as nnsight's deferred error, its traceback cut to the caller's own lines."""
+    tb = getattr(exception, "__intervention_tb__", None) or exception.__traceback__
+    frames = [
+        frame for frame in traceback.extract_tb(tb) if frame.filename.startswith(("<trace ", "["))
+    ]
+    return {
+        "type_name": type(exception).__name__,
+        "message": plain(str(exception)),
+        "traceback": plain("".join(traceback.format_list(frames))),
+        "is_control_flow": isinstance(exception, EarlyStopException),
+    }

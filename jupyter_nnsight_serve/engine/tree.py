@@ -1,0 +1,45 @@
+"""Envoys by path: the name every process that knows the model gives to the same envoy.
+
+An envoy tagged with a persistent id is pickled as that id alone, so a module tree the far side
+already has does not travel. A path names the same envoy on the client, in the engine process and
+in the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def walk(envoy: Any) -> Iterator[Any]:
+    """Every envoy of the tree under ``envoy``, itself first."""
+    yield envoy
+    for child in envoy._children:
+        yield from walk(child)
+
+
+def envoys_by_id(root: Any) -> dict[str, Any]:
+    """Persistent id to envoy, for every envoy under ``root``."""
+    return {f"Envoy:{envoy.path}": envoy for envoy in walk(root)}
+
+
+def tag(root: Any, known: dict[str, Any]) -> bool:
+    """Have the envoys under ``root`` pickled by id, if ``known`` holds the same tree.
+
+    The tree is the same when every envoy has its twin at the same path: same class, same aliases,
+    no edits of its own. Otherwise (a caller's own ``envoys=`` or ``rename=``) nothing is tagged and
+    the tree travels whole, since the far side's envoys would not behave like it.
+
+    Returns
+    -------
+    bool
+        Whether the tree was tagged.
+    """
+    envoys = envoys_by_id(root)
+    for identity, envoy in envoys.items():
+        twin = known.get(identity)
+        if type(twin) is not type(envoy) or twin._aliases != envoy._aliases or envoy._edits:
+            return False
+    for identity, envoy in envoys.items():
+        envoy.__dict__["_persistent_id"] = identity
+    return True
