@@ -55,7 +55,7 @@ def main() -> None:
     """Load the configured model, serve it, and leave no process behind."""
     lifeline.lead_group()
     config = read_config(0)
-    lifeline.watch_starter(0)
+    lifeline.watch_starter(0, config["socket"])
     code = 0
     try:
         run(config)
@@ -65,6 +65,7 @@ def main() -> None:
         traceback.print_exc()
         events.emit("failed", reason=failure(error))
         code = 1
+    lifeline.remove_socket(config["socket"])
     # vLLM and torch leave threads whose end an ordinary exit would wait for.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,6 +7,7 @@ request's own scope, and a block's mistake ends that block, never the step it ru
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from . import sources
 from .sources import Scope, plain
 
 
-class Block(Mediator):  # type: ignore[misc]
+class Block(Mediator):
     """nnsight's worker of one block, on an engine that other people's blocks share."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -66,7 +67,10 @@ def _load_function(source: str, name: str, *rest: Any) -> Any:
     """nnsight's ``_load_function``, with the function's source kept under the current scope."""
     *metadata, filename, line = rest
     scope = sources.current()
-    scoped = scope.name(plain(filename), f" {name}:{line}")
+    # Two lambdas can share a line, so the place alone does not tell them apart: a function that
+    # travels on from here would take the source of the one loaded last.
+    place = f" {name.strip('<>')}:{line}:{zlib.crc32(source.encode()):08x}"
+    scoped = scope.name(plain(filename), place)
     function = serialization._load_function(source, name, *metadata, scoped, line)
     scope.holds(function.__code__.co_filename)
     return function
@@ -78,7 +82,7 @@ _REPLACED: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class Unpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
+class Unpickler(serialization.CustomCloudUnpickler):
     """nnsight's unpickler, with what keeps source replaced by what keeps it under a scope."""
 
     def find_class(self, module: str, name: str) -> Any:

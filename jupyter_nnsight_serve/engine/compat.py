@@ -33,7 +33,7 @@ def apply_in_worker() -> None:
     # nnsight 0.8.1: `collect_nnsight` pickles CUDA tensors as CUDA tensors, so whoever unpickles
     # them needs a CUDA context and as much device memory again. The engine process hands saves on
     # and has no use for a device.
-    module.dumps_compact = dumps_to_host
+    module.dumps_compact = dumps_collected
 
 
 def _cut_tracebacks() -> None:
@@ -67,7 +67,7 @@ class _HostPickler(pickle.Pickler):
         return _reduce_to_host(obj) if isinstance(obj, torch.Tensor) else NotImplemented
 
 
-class _HostCloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _HostCloudPickler(cloudpickle.Pickler):
     """The same, for values whose class or function exists only in a notebook."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -96,3 +96,35 @@ def dumps_to_host(value: Any) -> bytes:
         buffer = io.BytesIO()
         _HostCloudPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
+
+
+def dumps_collected(collected: dict[str, dict[str, Any]]) -> bytes:
+    """Pickle what `collect_nnsight` found, by request, whatever is among the saves.
+
+    A save that cannot be pickled is left out and becomes its request's error. It must not be
+    raised: vLLM's executor then stops reading the replies of the other ranks, and from there on
+    takes each of them for the answer to a later call, another request's collect included.
+    """
+    try:
+        return dumps_to_host(collected)
+    except Exception:
+        for entry in collected.values():
+            for part in (entry, *entry["sequences"].values()):
+                for kind in ("saves", "registered"):
+                    _drop_unpicklable(part[kind], entry)
+        return dumps_to_host(collected)
+
+
+def _drop_unpicklable(saves: dict[str, Any], entry: dict[str, Any]) -> None:
+    for name, value in list(saves.items()):
+        try:
+            dumps_to_host(value)
+        except Exception as error:
+            del saves[name]
+            message = f"{error}: this is in {name!r}, which was saved and so has to be picklable"
+            entry["error"] = entry["error"] or {
+                "type_name": type(error).__name__,
+                "message": message,
+                "traceback": "",
+                "is_control_flow": False,
+            }

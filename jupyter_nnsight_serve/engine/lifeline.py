@@ -30,14 +30,28 @@ def lead_group() -> None:
     os.environ[ENGINE_PID] = str(os.getpid())
 
 
-def watch_starter(fd: int) -> None:
+def watch_starter(fd: int, socket: str) -> None:
     """End this process, then its group, once ``fd`` reaches its end or SIGTERM arrives.
 
     Parameters
     ----------
     fd
         The reading end of a pipe whose writing end only the starter holds.
+    socket
+        Path of the socket in a directory of its own, both of which go with this process.
     """
+
+    def stop(signum: int, frame: object) -> None:
+        """Unwind the main thread, and end the group even if unwinding never does."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=last_act, name="last-act", daemon=True).start()
+        sys.exit(0)
+
+    def last_act() -> None:
+        time.sleep(GRACE_SECONDS)
+        remove_socket(socket)
+        end_group()
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -45,22 +59,17 @@ def watch_starter(fd: int) -> None:
                 pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def _stop(signum: int, frame: object) -> None:
-    """Unwind the main thread, and make sure the group ends even if unwinding never does."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def last_act() -> None:
-        time.sleep(GRACE_SECONDS)
-        end_group()
-
-    threading.Thread(target=last_act, name="last-act", daemon=True).start()
-    sys.exit(0)
+def remove_socket(path: str) -> None:
+    """Remove the socket at ``path`` and its directory, when nothing else is in there."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(path))
 
 
 def end_group() -> None:

@@ -67,6 +67,13 @@ def load(config: dict[str, Any]) -> Any:
         VLLM._WORKER_CLS = "jupyter_nnsight_serve.engine.worker_cpu.ServeCPUWorker"
     else:
         VLLM._WORKER_CLS = "jupyter_nnsight_serve.engine.worker.ServeGPUWorker"
+    if config["taps"]:
+        # nnsight 0.8.1 on vLLM 0.25.1 (seen on an H200): with graphs for prefill too, which is
+        # vLLM's default, a tapped engine generates other text than an eager one, with or without
+        # a block. With graphs for decode steps alone it agrees with it bit for bit.
+        compilation = arguments.setdefault("compilation_config", {})
+        if isinstance(compilation, dict):
+            compilation.setdefault("cudagraph_mode", "FULL_DECODE_ONLY")
     events.stage("building the module tree")
     model = VLLM(config["model"], mode="async", dispatch=True, taps=config["taps"], **arguments)
     # Edits arrive over HTTP, so only the workers know their names.

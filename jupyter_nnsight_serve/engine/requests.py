@@ -12,7 +12,7 @@ from typing import Any
 
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import Requests
 
-from . import blocks, sources
+from . import blocks, sizes, sources
 from .blocks import Block
 from .said import Said
 from .sources import Scope
@@ -24,7 +24,7 @@ SCOPE = "serve_scope"
 """Key under which it carries ``[scope key, file name]`` for the block's source."""
 
 
-class ServeRequests(Requests):  # type: ignore[misc]
+class ServeRequests(Requests):
     """nnsight's requests of one worker, each with its own sources and its own voice."""
 
     def __init__(self) -> None:
@@ -92,6 +92,18 @@ class ServeRequests(Requests):  # type: ignore[misc]
             for request in self.requests.values()
             if request.named(ids) and request.id in self.said
         ]
+
+    def limit(self, ids: set[str], max_bytes: int) -> None:
+        """Put an error in the place of saves of more than ``max_bytes`` bytes."""
+        for request in self.requests.values():
+            if request.mediator is None or not request.named(ids):
+                continue
+            try:
+                sizes.check(request.saves(), max_bytes)
+            except sizes.SaveTooLargeError as error:
+                request.error = request.error or sources.capture_exception(error)
+                request.mediator.nnsight_saved = set()
+                request.mediator.presaved = set()
 
     def forget(self) -> None:
         """Give back what belonged to requests that are over."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nnsight.intervention.errors import DeferredError
@@ -46,6 +46,10 @@ class Outcome:
     prompt_tokens: int = 0
     generated_tokens: int = 0
 
+    def failed(self, error: Exception) -> Outcome:
+        """This outcome with ``error`` in place of its saves."""
+        return replace(self, saves={}, error=capture_exception(error))
+
 
 class Runner:
     """Runs traces on one engine.
@@ -54,10 +58,13 @@ class Runner:
     ----------
     engine
         vLLM's ``AsyncLLM`` with nnsight's workers.
+    max_response_bytes
+        Most bytes of saves a worker hands over for one request.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, max_response_bytes: int) -> None:
         self.engine = engine
+        self.max_response_bytes = max_response_bytes
         self.active = 0
         # The event loop keeps only weak references to its tasks.
         self._cleanups: set[asyncio.Task[Any]] = set()
@@ -126,7 +133,8 @@ class Runner:
         """
         outputs = None if output is None else pickle.dumps({request_id: output})
         ids = [request_id]
-        replies = await self.engine.collective_rpc("serve_collect", args=(ids, ids, outputs))
+        arguments = (ids, ids, outputs, self.max_response_bytes)
+        replies = await self.engine.collective_rpc("serve_collect", args=arguments)
         payloads, words = zip(*map(pickle.loads, replies), strict=True)
         said = [part for rank in words for part in rank.get(request_id, ())]
         return merge_collected(payloads).get(request_id), said

@@ -92,8 +92,8 @@ class Router(io.TextIOBase):
 def route() -> None:
     """Put routers in place of this process's ``sys.stdout`` and ``sys.stderr``, once."""
     if not isinstance(sys.stdout, Router):
-        sys.stdout = Router("stdout", sys.stdout)  # type: ignore[assignment]
-        sys.stderr = Router("stderr", sys.stderr)  # type: ignore[assignment]
+        sys.stdout = Router("stdout", sys.stdout)
+        sys.stderr = Router("stderr", sys.stderr)
 
 
 @contextlib.contextmanager

@@ -7,13 +7,14 @@ import json
 import logging
 import os
 import socket
-from typing import Any
+from typing import Any, cast
 
 from tornado import web
+from tornado.http1connection import HTTP1Connection
 from tornado.httpserver import HTTPServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from . import wire
+from . import sizes, wire
 from .build import Builder
 from .errors import EngineDownError, EngineError, TooLargeError
 from .model import describe
@@ -47,7 +48,7 @@ class Engine:
         self.model = model
         self.llm = model.vllm_entrypoint
         self.builder = Builder(model, max_request_bytes)
-        self.runner = Runner(self.llm)
+        self.runner = Runner(self.llm, max_response_bytes)
         self.max_request_bytes = max_request_bytes
         self.max_response_bytes = max_response_bytes
         self.description = describe(model)
@@ -69,19 +70,16 @@ class Engine:
             outcome = Outcome(error=capture_exception(error))
         else:
             outcome = await self.runner.run(trace)
-        total = wire.size(outcome.saves)
-        if total > self.max_response_bytes:
-            raise TooLargeError(
-                f"What this trace saved is {total} bytes, more than the {self.max_response_bytes} "
-                f"bytes this server sends (max_response_bytes). Largest: "
-                f"{wire.describe(outcome.saves)}. Save less, or in several traces."
-            )
+        try:
+            total = sizes.check(outcome.saves, self.max_response_bytes)
+        except sizes.SaveTooLargeError as error:
+            outcome, total = outcome.failed(error), 0
         try:
             if total > THREAD_BYTES:
                 return outcome, await asyncio.to_thread(wire.encode, outcome)
             return outcome, wire.encode(outcome)
         except Exception as error:
-            outcome = Outcome(error=capture_exception(error), said=outcome.said)
+            outcome = outcome.failed(error)
             return outcome, wire.encode(outcome)
 
     async def register(self, edit_id: str, body: bytes, name: str | None) -> list[str]:
@@ -139,7 +137,7 @@ class Handler(web.RequestHandler):
 
     def prepare(self) -> None:
         # Tornado's own limit would answer with a bare 400.
-        self.request.connection.set_max_body_size(2**62)  # type: ignore[attr-defined]
+        cast(HTTP1Connection, self.request.connection).set_max_body_size(2**62)
 
     def data_received(self, chunk: bytes) -> None:
         self.received += len(chunk)
@@ -180,7 +178,7 @@ class Handler(web.RequestHandler):
             self.set_status(error.status, error.reason)
             self.write_error(error.status, exc_info=(type(error), error, None))
         else:
-            super()._handle_request_exception(error)  # type: ignore[misc]
+            super()._handle_request_exception(error)
 
 
 class GenerateHandler(Handler):

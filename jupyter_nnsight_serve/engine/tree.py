@@ -18,6 +18,21 @@ def walk(envoy: Any) -> Iterator[Any]:
         yield from walk(child)
 
 
+def unlist_adapted(root: Any) -> None:
+    """Take out of the lists what vLLM wraps in the layers of an engine with adapters.
+
+    The module under such a layer is in the worker's tree only, and whoever asks for every module
+    (``tracer.cache()``) is given those of the model that was loaded. It stays reachable by name.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    for envoy in walk(root):
+        if isinstance(envoy._module, BaseLayerWithLoRA):
+            inner = envoy._child_map.pop("base_layer", None)
+            if inner in envoy._children:
+                envoy._children.remove(inner)
+
+
 def envoys_by_id(root: Any) -> dict[str, Any]:
     """Persistent id to envoy, for every envoy under ``root``."""
     return {f"Envoy:{envoy.path}": envoy for envoy in walk(root)}
@@ -37,7 +52,7 @@ def tag(root: Any, known: dict[str, Any]) -> bool:
     """
     envoys = envoys_by_id(root)
     for identity, envoy in envoys.items():
-        twin = known.get(identity)
+        twin: Any = known.get(identity)
         if type(twin) is not type(envoy) or twin._aliases != envoy._aliases or envoy._edits:
             return False
     for identity, envoy in envoys.items():

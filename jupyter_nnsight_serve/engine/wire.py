@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
 
 import cloudpickle
 import torch
@@ -37,20 +36,3 @@ def encode(outcome: Outcome) -> memoryview:
         buffer = io.BytesIO()
         torch.save(result, buffer, pickle_module=cloudpickle)
     return buffer.getbuffer()
-
-
-def describe(saves: dict[str, Any], most: int = 3) -> str:
-    """The largest names of ``saves`` with their sizes in bytes, largest first."""
-    sizes = sorted(((size(value), name) for name, value in saves.items()), reverse=True)
-    return ", ".join(f"{name} ({count} bytes)" for count, name in sizes[:most])
-
-
-def size(value: Any) -> int:
-    """Bytes of the tensors in ``value``, through lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(size(item) for item in value.values())
-    if isinstance(value, (list, tuple, set)):
-        return sum(size(item) for item in value)
-    return 0

@@ -16,10 +16,10 @@ from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRu
 from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.distributed.parallel_state import get_pp_group
 
-from . import compat, events, lifeline, said
+from . import compat, events, lifeline, said, sources
 from .handoff import LendingBatcher
 from .requests import ServeRequests
-from .tree import envoys_by_id
+from .tree import envoys_by_id, unlist_adapted
 
 
 class ServeRunner:
@@ -31,14 +31,24 @@ class ServeRunner:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        unlist_adapted(self.nnsight_model)
         self.nnsight_persistent_objects.update(envoys_by_id(self.nnsight_model))
         self.nnsight_requests = ServeRequests()
         self.nnsight_model.interleaver.batcher = LendingBatcher(None)
 
     def serve_collect(
-        self, request_ids: list[str], finished: list[str], outputs: dict[str, Any] | None
+        self,
+        request_ids: list[str],
+        finished: list[str],
+        outputs: dict[str, Any] | None,
+        max_bytes: int,
     ) -> bytes:
         """What finished requests saved and said, and the end of what they held here.
+
+        Parameters
+        ----------
+        max_bytes
+            Bytes of saves above which a request gets an error in their place.
 
         Returns
         -------
@@ -47,7 +57,9 @@ class ServeRunner:
             stream and text by the engine's request id, empty on all ranks but the first.
         """
         requests = self.nnsight_requests
-        speakers = requests.speakers(set(request_ids) | set(finished))
+        ids = set(request_ids) | set(finished)
+        speakers = requests.speakers(ids)
+        requests.limit(ids, max_bytes)
         payload = self.collect_nnsight(request_ids, finished, outputs)  # type: ignore[attr-defined]
         words: dict[str, list[tuple[str, str]]] = {}
         if get_pp_group().rank == 0:
@@ -74,11 +86,20 @@ class ServeWorker:
         return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def serve_collect(
-        self, request_ids: list[str], finished: list[str], outputs: bytes | None = None
+        self, request_ids: list[str], finished: list[str], outputs: bytes | None, max_bytes: int
     ) -> bytes:
         """See `ServeRunner.serve_collect`; ``outputs`` is pickled, as vLLM's RPC carries bytes."""
-        loaded = pickle.loads(outputs) if outputs is not None else None
-        result: bytes = self.model_runner.serve_collect(request_ids, finished, loaded)
+        try:
+            loaded = pickle.loads(outputs) if outputs is not None else None
+            result: bytes = self.model_runner.serve_collect(
+                request_ids, finished, loaded, max_bytes
+            )
+        except Exception as error:
+            # Answered and not raised, for the reason that `compat.dumps_collected` tells.
+            empty: dict[str, Any] = {"saves": {}, "registered": {}, "sequences": {}}
+            entry = {**empty, "error": sources.capture_exception(error)}
+            payload = pickle.dumps({request_id: entry for request_id in request_ids})
+            result = pickle.dumps((payload, {}))
         return result
 
     def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,77 @@
+# The commands of a developer, and of somebody who wants to see it work. Needs Python 3.11 to 3.13,
+# GNU make and bash. `make` alone lists them.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# The Python that .venv is made from: make install PYTHON=python3.12
+PYTHON ?= python3
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+# Touched when the installation is complete; older than pyproject.toml, it is done again.
+INSTALLED := $(VENV)/.installed
+
+SMOLLM2 := .models/smollm2-135m-instruct
+TINY := .models/tiny-llama
+
+.PHONY: help install models demo serve test lint format clean distclean
+
+help: ## List these commands
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(INSTALLED) ## Make .venv with the package and all that the other commands need
+
+$(INSTALLED): pyproject.toml tools/install.py
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); this needs Python 3.11, 3.12 or 3.13:" \
+	    "make install PYTHON=python3.11" >&2; exit 1; }
+	@[ -x $(RUN) ] || { echo "install: making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@$(RUN) tools/install.py
+	@touch $@
+
+models: $(SMOLLM2)/config.json $(TINY)/config.json ## Make the two models of the demo and the tests in .models
+
+$(SMOLLM2)/config.json: | $(INSTALLED)
+	@echo "models: SmolLM2-135M-Instruct, a minute"
+	@$(RUN) tools/models.py smollm2 $(SMOLLM2)
+
+$(TINY)/config.json: | $(INSTALLED)
+	@echo "models: a tiny random Llama, seconds"
+	@$(RUN) tools/models.py tiny $(TINY)
+
+demo: install $(SMOLLM2)/config.json ## Start a server on the CPU, run the quick-start notebook against it, stop it
+	@$(RUN) tools/demo.py notebook $(SMOLLM2)
+
+serve: install $(SMOLLM2)/config.json ## Start a server on the CPU and leave it running until Ctrl-C
+	@$(RUN) tools/demo.py serve $(SMOLLM2)
+
+# Two processes: importing nnsight, which the engine tests do, changes every object of a process.
+test: install models ## Run all tests; ARGS="-k name" for some of them
+	@echo "test: pytest tests/unit $(ARGS)"
+	@$(RUN) -m pytest tests/unit $(ARGS)
+	@echo "test: pytest tests/engine $(ARGS)"
+	@$(RUN) -m pytest tests/engine $(ARGS)
+
+lint: install ## Run ruff, ruff format --check and mypy --strict
+	@echo "lint: ruff check"
+	@$(VENV)/bin/ruff check .
+	@echo "lint: ruff format --check"
+	@$(VENV)/bin/ruff format --check .
+	@echo "lint: mypy"
+	@$(VENV)/bin/mypy
+
+format: install ## Put the sources into ruff's format
+	@$(VENV)/bin/ruff check --fix-only .
+	@$(VENV)/bin/ruff format .
+
+clean: ## Remove caches and builds; keep .venv and .models
+	@echo "clean: caches and builds"
+	@rm -rf dist build .logs .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv and .models as well
+	@echo "distclean: $(VENV) and .models"
+	@rm -rf $(VENV) .models

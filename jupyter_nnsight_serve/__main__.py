@@ -1,0 +1,5 @@
+"""`python -m jupyter_nnsight_serve`, the same as `jupyter nnsight-serve`."""
+
+from .extension import main
+
+main()

@@ -1,0 +1,201 @@
+"""`NNsightServe`, the Jupyter Server extension: its settings, and what is wired to what."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import Any
+
+from jupyter_server.extension.application import ExtensionApp
+from jupyter_server.serverapp import ServerApp
+from traitlets import Bool, Dict, Enum, Float, Int, List, TraitError, Unicode, default
+from traitlets.config import Config
+
+from ._version import __version__
+from .admission import Admission
+from .edits import EditBook
+from .errors import SettingError
+from .handlers import ROUTES, NearMissHandler
+from .settings import DEFAULT_COMMAND, EngineSettings, check_names
+from .supervisor import EngineSupervisor
+
+
+class NNsightServe(ExtensionApp):
+    """Serve nnsight traces on one vLLM engine that is independent of any kernel."""
+
+    # Names the config file, jupyter_nnsight_serve_config.py, and the command, jupyter nnsight-serve.
+    name = "nnsight-serve"
+    version = __version__
+    description = __doc__ or ""
+    # A node that people share loads what it is there for, not what each of them has installed.
+    load_other_extensions = False
+    aliases = {**ExtensionApp.aliases, "model": "NNsightServe.model"}
+
+    model = Unicode(
+        "",
+        help="""The model to serve: a name on the model hub ('name' or 'organisation/name'), or the
+        path of a model directory with config.json in it.""",
+    ).tag(config=True)
+
+    revision = Unicode(
+        None,
+        allow_none=True,
+        help="""Branch, tag or commit of the model on the hub. Default: the hub's main branch.""",
+    ).tag(config=True)
+
+    engine_args = Dict(
+        key_trait=Unicode(),
+        help="""Further arguments of vLLM's engine, by the names of its EngineArgs, such as
+        {'max_model_len': 4096, 'tensor_parallel_size': 2}. On a CPU engine gpu_memory_utilization
+        is the share (0 to 1) of the machine's memory. On the command line give a Python dict.""",
+    ).tag(config=True)
+
+    taps = List(
+        Unicode(),
+        help="""Places of the model that a CUDA-graph engine serves, as nnsight's patterns, such as
+        ['model.layers.*.output']. Default: none, which runs the engine eagerly and serves every
+        place.""",
+    ).tag(config=True)
+
+    device = Enum(
+        ["auto", "cuda", "cpu"],
+        "auto",
+        help="""Where the engine runs; auto takes the installed vLLM's.""",
+    ).tag(config=True)
+
+    autostart = Bool(
+        True, help="""Whether the engine starts together with the Jupyter server."""
+    ).tag(config=True)
+
+    max_request_bytes = Int(
+        2**30,
+        help="""Largest body, in bytes, of a trace or an edit as it is sent. Default: 1 GiB.""",
+    ).tag(config=True)
+
+    max_response_bytes = Int(
+        4 * 2**30, help="""Largest result, in bytes, of a trace. Default: 4 GiB."""
+    ).tag(config=True)
+
+    trace_timeout = Float(
+        600.0,
+        help="""Seconds the engine has from the last byte of a trace or an edit to the first byte
+        of its answer.""",
+    ).tag(config=True)
+
+    engine_command = List(
+        Unicode(),
+        list(DEFAULT_COMMAND),
+        help="""The command that runs the engine process, as a list of strings. Default: this
+        package's own engine, in the Python that runs Jupyter.""",
+    ).tag(config=True)
+
+    @default("open_browser")
+    def _default_open_browser(self) -> bool:
+        # There is no page to show.
+        assert self.serverapp is not None
+        return bool(self.serverapp.config["ServerApp"].get("open_browser", False))
+
+    # The first wrong setting, as a sentence; None when all are right.
+    _problem: str | None = None
+
+    def update_config(self, config: Config) -> None:
+        """Take settings over, remembering the first wrong one.
+
+        Jupyter swallows what its extensions raise while it links them, and traitlets exits or only
+        warns. So a wrong setting is kept, and judged once the server is known (`_judge`).
+        """
+        config = Config(config)
+        section = config.get(type(self).__name__, Config())
+        try:
+            check_names(section, self.trait_names(config=True))
+        except SettingError as error:
+            self._problem = self._problem or str(error)
+            for name in set(section) - set(self.trait_names(config=True)):
+                del section[name]
+        try:
+            super().update_config(config)
+        except (TraitError, ValueError, TypeError) as error:
+            self._problem = self._problem or _sentence(error)
+
+    def initialize_settings(self) -> None:
+        """Make the objects that the handlers work on."""
+        assert self.serverapp is not None
+        log: logging.Logger | logging.LoggerAdapter[Any] = self.log
+        settings = EngineSettings(
+            model=self.model,
+            revision=self.revision,
+            engine_args=dict(self.engine_args),
+            taps=list(self.taps),
+            device=self.device,
+            max_request_bytes=self.max_request_bytes,
+            max_response_bytes=self.max_response_bytes,
+            trace_timeout=self.trace_timeout,
+            engine_command=list(self.engine_command),
+        )
+        self.edits = EditBook()
+        self.admission = Admission(log)
+        self.supervisor = EngineSupervisor(
+            settings, self.serverapp.runtime_dir, log, on_gone=self.edits.forget_all
+        )
+        self._judge(settings)
+        self.settings.update(
+            {
+                "nnsight_settings": settings,
+                "nnsight_edits": self.edits,
+                "nnsight_admission": self.admission,
+                "nnsight_supervisor": self.supervisor,
+            }
+        )
+
+    def _judge(self, settings: EngineSettings) -> None:
+        """End the process over a wrong setting when it is ours; let another server run on."""
+        if self._problem is None:
+            try:
+                settings.check()
+            except SettingError as error:
+                self._problem = str(error)
+        if self._problem is None:
+            return
+        assert self.serverapp is not None
+        if self.serverapp.starter_app is self:
+            sys.stderr.write(f"jupyter nnsight-serve: {self._problem}\n")
+            self.exit(1)
+        self.log.error("nnsight-serve does not start: %s", self._problem)
+        self.supervisor.fail(self._problem)
+
+    def initialize_handlers(self) -> None:
+        """Add the routes."""
+        self.handlers.extend(ROUTES)
+        assert self.serverapp is not None
+        if self.serverapp.base_url != "/":
+            # A client that left the base URL out is outside every other route.
+            self.serverapp.web_app.add_handlers(  # type:ignore[no-untyped-call]
+                ".*$", [(r"/v1/nnsight(?:/.*)?", NearMissHandler, {"name": self.name})]
+            )
+
+    async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
+        """The server's loop runs: start the engine, without waiting for it."""
+        if self._problem is None and self.autostart:
+            self.supervisor.start()
+
+    def current_activity(self) -> list[str] | None:
+        """Traces that are here keep Jupyter from shutting down as idle."""
+        return self.admission.ids() or None
+
+    async def stop_extension(self) -> None:
+        """The server stops: so does the engine."""
+        await self.supervisor.stop()
+
+
+def _sentence(error: Exception) -> str:
+    """What traitlets says of a value of the wrong type, with the setting's name in front."""
+    said = re.sub(
+        r"The '(\w+)' trait of an? NNsightServe instance ", r"c.NNsightServe.\1: ", str(error)
+    )
+    return said if said.startswith("c.") else f"A value of c.NNsightServe is wrong: {said}"
+
+
+def main() -> None:
+    """Run `jupyter nnsight-serve`."""
+    NNsightServe.launch_instance()  # type:ignore[no-untyped-call]

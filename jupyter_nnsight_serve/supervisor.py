@@ -1,0 +1,380 @@
+"""`EngineSupervisor`: starts, watches and stops the engine process.
+
+The engine is a session and process group of its own, so that a Ctrl-C meant for Jupyter does not
+reach it and so that all of it, EngineCore and workers too, can be killed by one number. Its stdin
+is the lifeline: the extension holds the only write end, so the engine reads its end when this
+process is gone, however it went, and ends itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .engine_output import EngineOutput
+from .errors import EngineUnavailable, without_paths
+from .metrics import ENGINE_STATE
+from .settings import EngineSettings
+from .upstream import Upstream
+
+# Seconds a graceful stop may take before the process group is killed, and the seconds after that
+# in which the kernel has to report the end.
+GRACE_SECONDS = 10.0
+KILL_SECONDS = 3.0
+
+# A Unix socket's path has room for 107 bytes on Linux, 103 on macOS.
+_SOCKET_PATH_BYTES = 100
+
+RETRY_SECONDS = 10
+
+# The engine runs code of the callers, so the tokens of this server are not in its environment.
+_TOKEN_VARIABLES = ("JUPYTER_TOKEN", "JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the engine is doing.
+
+    Parameters
+    ----------
+    state
+        "stopped", "starting", "ready" or "failed".
+    since
+        Unix time in seconds at which it came to this state.
+    reason
+        Why it is stopped or failed.
+    stage
+        What a starting engine is at.
+    """
+
+    state: str
+    since: float
+    reason: str | None = None
+    stage: str | None = None
+
+
+class EngineSupervisor:
+    """Owns the engine process.
+
+    Parameters
+    ----------
+    settings
+        What to start.
+    runtime_dir
+        Where the directory of the engine's socket is made.
+    log
+        Gets the engine's log, each line marked.
+    on_gone
+        Called whenever an engine process has ended.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        runtime_dir: str,
+        log: logging.Logger | logging.LoggerAdapter[Any],
+        on_gone: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings = settings
+        self._runtime_dir = runtime_dir
+        self._log = log
+        self._on_gone = on_gone
+        self._transport: asyncio.SubprocessTransport | None = None
+        self._exited: asyncio.Event | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._socket_dir: str | None = None
+        self._output: EngineOutput | None = None
+        self._upstream: Upstream | None = None
+        self._set(Status("stopped", time.time(), reason="it has not been started"))
+
+    @property
+    def status(self) -> Status:
+        """What the engine is doing now."""
+        return self._status
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id, which is its process group too; None when there is none."""
+        return None if self._transport is None else self._transport.get_pid()
+
+    def start(self) -> None:
+        """Start the engine, and return at once. A second call while it runs is a no-op."""
+        if self._stopping is not None or self.status.state in ("starting", "ready"):
+            return
+        self._set(Status("starting", time.time(), stage="starting the process"))
+        self._starting = asyncio.ensure_future(self._start())
+
+    def fail(self, reason: str) -> None:
+        """Record why no engine can be started."""
+        self._set(Status("failed", time.time(), reason=reason))
+
+    def upstream(self) -> Upstream:
+        """The engine's HTTP, or `EngineUnavailable` saying why there is none now."""
+        if self.status.state != "ready" or self._upstream is None:
+            raise self.unavailable()
+        return self._upstream
+
+    def unavailable(self) -> EngineUnavailable:
+        """Why a request cannot run now, and what to do, for the person at the notebook."""
+        status = self.status
+        reason = without_paths(status.reason or "").rstrip(".")
+        if status.state == "starting":
+            seconds = int(time.time() - status.since)
+            name = self._settings.display_name
+            return EngineUnavailable(
+                f"The engine is still loading {name} ({status.stage}, {seconds} s so far); "
+                f"try again in {RETRY_SECONDS} s.",
+                RETRY_SECONDS,
+            )
+        if status.state == "failed":
+            return EngineUnavailable(
+                f"The engine has failed: {reason}. The server's admin must look at it; trying "
+                "again will not help until then."
+            )
+        if status.state == "stopped":
+            return EngineUnavailable(
+                f"The engine is stopped ({reason}); ask the server's admin to start it."
+            )
+        return EngineUnavailable(
+            "The engine broke off this request without a reason; try again.", RETRY_SECONDS
+        )
+
+    async def lost(self) -> EngineUnavailable:
+        """Why the connection to the engine broke.
+
+        The connection of a dying engine breaks some milliseconds before its exit is reported.
+        """
+        if self._exited is not None and self.status.state == "ready":
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._exited.wait()
+            except TimeoutError:
+                pass
+        return self.unavailable()
+
+    async def stop(self) -> None:
+        """Stop the engine and everything it started; returns within 15 seconds, when it is gone.
+
+        Safe to call in any state, twice, and while another call is under way.
+        """
+        await asyncio.shield(self._begin_stop())
+
+    # Starting
+
+    @property
+    def _socket_path(self) -> str:
+        assert self._socket_dir is not None
+        return os.path.join(self._socket_dir, "engine.sock")
+
+    def _make_socket_dir(self) -> str:
+        try:
+            os.makedirs(self._runtime_dir, mode=0o700, exist_ok=True)
+            made = tempfile.mkdtemp(prefix="nnsight-", dir=self._runtime_dir)
+        except OSError:
+            return tempfile.mkdtemp(prefix="nnsight-")
+        if len(os.fsencode(os.path.join(made, "engine.sock"))) < _SOCKET_PATH_BYTES:
+            return made
+        os.rmdir(made)
+        return tempfile.mkdtemp(prefix="nnsight-")
+
+    async def _start(self) -> None:
+        self._socket_dir = self._make_socket_dir()
+        self._upstream = Upstream(self._socket_path)
+        self._exited = exited = asyncio.Event()
+        self._output = output = EngineOutput(self._log, self._on_event)
+        command = self._settings.engine_command
+        environment = {k: v for k, v in os.environ.items() if k not in _TOKEN_VARIABLES}
+        try:
+            transport, _ = await asyncio.get_running_loop().subprocess_exec(
+                lambda: _EngineProtocol(output, self._on_exit),
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+        except OSError as error:
+            self._remove_socket_dir()
+            exited.set()
+            self.fail(
+                f"c.NNsightServe.engine_command cannot be run: {error.strerror or error} "
+                f"({os.path.basename(command[0])})"
+            )
+            self._log.error("Engine: %s", self.status.reason)
+            return
+        self._transport = transport
+        atexit.register(self._stop_now)
+        lifeline = transport.get_pipe_transport(0)
+        assert isinstance(lifeline, asyncio.WriteTransport)
+        lifeline.write(json.dumps(self._settings.engine_config(self._socket_path)).encode() + b"\n")
+        self._log.info("Engine: started %s as process %d", self._settings.model, self.pid)
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """An event of the engine. None is believed once it is ready: then client code may print."""
+        if self.status.state != "starting" or self._stopping is not None:
+            return
+        if event.get("event") == "stage":
+            stage = str(event.get("stage", ""))
+            self._set(Status("starting", self.status.since, stage=stage))
+            self._log.info("Engine: %s", stage)
+        elif event.get("event") == "ready":
+            seconds = time.time() - self.status.since
+            self._set(Status("ready", time.time()))
+            self._log.info("Engine: ready after %.1f s", seconds)
+        elif event.get("event") == "failed":
+            told = str(event.get("reason") or "it gave no reason")
+            self.fail(told if self._output is None else self._output.reason(told))
+            self._log.error("Engine: failed: %s", self.status.reason)
+            self._begin_stop()
+
+    # Ending
+
+    def _on_exit(self) -> None:
+        """The engine process has ended; whatever it started ends now."""
+        transport, output = self._transport, self._output
+        if transport is None or output is None or self._exited is None:
+            return
+        self._kill_group(signal.SIGKILL)
+        self._transport = None
+        atexit.unregister(self._stop_now)
+        code = transport.get_returncode()
+        transport.close()
+        self._remove_socket_dir()
+        if self.status.state in ("starting", "ready"):
+            self.fail(f"the engine process {_ending(code)}{output.cause()}")
+            self._log.error("Engine: failed: %s", self.status.reason)
+        self._exited.set()
+        self._on_gone()
+
+    def _begin_stop(self) -> asyncio.Task[None]:
+        """The one stop that is under way."""
+        if self._stopping is None:
+            if self.status.state != "failed":
+                self._set(Status("stopped", time.time(), reason="it was stopped"))
+            self._stopping = asyncio.ensure_future(self._stop())
+        return self._stopping
+
+    async def _stop(self) -> None:
+        try:
+            if self._starting is not None:
+                await asyncio.wait([self._starting])
+            if self._transport is not None and self._exited is not None:
+                lifeline = self._transport.get_pipe_transport(0)
+                if lifeline is not None:
+                    lifeline.close()
+                self._signal(signal.SIGTERM)
+                if not await _wait(self._exited, GRACE_SECONDS):
+                    self._log.warning("Engine: killed, for it did not stop in %g s", GRACE_SECONDS)
+                    self._kill_group(signal.SIGKILL)
+                    await _wait(self._exited, KILL_SECONDS)
+            self._remove_socket_dir()
+        finally:
+            self._stopping = None
+
+    def _stop_now(self) -> None:
+        """Stop the engine without a loop, when the interpreter ends and nobody called `stop`.
+
+        Jupyter does not call its extensions' stop hooks when Ctrl-C interrupts a server that has
+        no terminal.
+        """
+        pid = self.pid
+        if pid is None:
+            return
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and _alive(pid):
+            time.sleep(0.02)
+        self._kill_group(signal.SIGKILL)
+        self._remove_socket_dir()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.pid is not None:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass
+
+    def _kill_group(self, number: signal.Signals) -> None:
+        """Signal the engine's whole process group; its number stays taken while a member lives."""
+        if self.pid is not None:
+            try:
+                os.killpg(self.pid, number)
+            except (ProcessLookupError, PermissionError):
+                pass
+
+    def _remove_socket_dir(self) -> None:
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            self._socket_dir = None
+
+    def _set(self, status: Status) -> None:
+        self._status = status
+        ENGINE_STATE.state(status.state)
+
+
+class _EngineProtocol(asyncio.SubprocessProtocol):
+    """Hands the process's output and end on, in the loop.
+
+    The end is taken from `process_exited` and not from the end of the output, which a surviving
+    child of the engine would hold open.
+    """
+
+    def __init__(self, output: EngineOutput, on_exit: Callable[[], None]) -> None:
+        self._output = output
+        self._on_exit = on_exit
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._output.feed(data)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:
+            self._output.flush()
+
+    def process_exited(self) -> None:
+        # What the process wrote last is still on its way through the pipe.
+        asyncio.get_running_loop().call_later(0.05, self._on_exit)
+
+
+def _ending(code: int | None) -> str:
+    """How a process ended, from its return code."""
+    if code is None:
+        return "ended"
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code}"
+
+
+def _alive(pid: int) -> bool:
+    """Whether a child process still runs; leaves the reaping to the loop's child watcher."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for `event`, at most `seconds`; whether it came."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
