@@ -20,6 +20,10 @@ from .upstream import EngineLost, ResponseHead
 ASK_SECONDS = 5.0
 
 
+# Headers of a trace that are for the engine.
+_PASSED = ("nnsight-compress", "Accept", "Nnsight-Tree", "Nnsight-Tokens", "Nnsight-Progress")
+
+
 class GenerateHandler(StreamingHandler):
     """Run a serialized trace."""
 
@@ -34,11 +38,16 @@ class GenerateHandler(StreamingHandler):
     def target(self) -> tuple[str, str, dict[str, str]]:
         """The engine's generate."""
         assert self.trace is not None
-        compress = self.request.headers.get("nnsight-compress", "False")
+        headers = self.request.headers
+        passed = {name: headers[name] for name in _PASSED if name in headers}
         return (
             "POST",
             "/generate",
-            {"nnsight-compress": compress, "Nnsight-Trace-Id": self.trace.id},
+            {
+                **passed,
+                "Nnsight-Trace-Id": self.trace.id,
+                "Nnsight-Timeout": str(self.engine_settings.trace_timeout),
+            },
         )
 
     def ended(self, outcome: str, head: ResponseHead | None) -> None:
@@ -129,6 +138,35 @@ class EditsHandler(NNsightHandler):
         await self.answer({"edits": self.edits.visible_to(self.caller)})
 
 
+class ModelHandler(StreamingHandler):
+    """What a client needs to write traces for the served model; the engine tells it."""
+
+    source = "/model"
+
+    @web.authenticated
+    @allowed_to("read")
+    async def admit(self) -> None:
+        """Ask the engine."""
+        await self.open()
+
+    def target(self) -> tuple[str, str, dict[str, str]]:
+        """The engine's own place for it."""
+        known = self.request.headers.get("If-None-Match")
+        return "GET", self.source, {"If-None-Match": known} if known else {}
+
+    @web.authenticated
+    @allowed_to("read")
+    async def get(self) -> None:
+        """Answer with what the engine says."""
+        await self.relay()
+
+
+class TokenizerHandler(ModelHandler):
+    """The served model's tokenizer, as a zip archive."""
+
+    source = "/model/tokenizer"
+
+
 class HealthHandler(NNsightHandler):
     """Whether a trace would run now. Open to all, so it tells nothing else."""
 
@@ -214,6 +252,8 @@ ROUTES: list[tuple[str, type[NNsightHandler]]] = [
     (rf"/v1/nnsight/register/{_ID}", EditHandler),
     (rf"/nnsight/register/{_ID}/clear", ClearEditHandler),
     (rf"/v1/nnsight/register/{_ID}/clear", ClearEditHandler),
+    (r"/nnsight/model", ModelHandler),
+    (r"/nnsight/model/tokenizer", TokenizerHandler),
     (r"/nnsight/health", HealthHandler),
     (r"/v1/nnsight/health", HealthHandler),
     (r"/health", HealthHandler),

@@ -12,6 +12,8 @@ _RESOURCES = {
     "clear": ("DELETE", "/nnsight/register/{id}", "clear an edit"),
     "health": ("GET", "/nnsight/health", "ask whether a trace would run"),
     "status": ("GET", "/nnsight/status", "ask for the server's status"),
+    "model": ("GET", "/nnsight/model", "ask for the served model's tree"),
+    "tokenizer": ("GET", "/nnsight/model/tokenizer", "ask for its tokenizer"),
 }
 
 

@@ -7,6 +7,7 @@ import time
 
 from tornado.iostream import StreamClosedError
 
+from . import framed
 from .admission import Trace
 from .base import NNsightHandler
 from .errors import NNsightServeError, TooLarge, TraceTimeout
@@ -25,6 +26,7 @@ class StreamingHandler(NNsightHandler):
     bytes_in = 0
     sent = False
     _gone = False
+    _tail = b""
 
     def target(self) -> tuple[str, str, dict[str, str]]:
         """Method, path and headers of the engine's request; may raise to refuse."""
@@ -96,7 +98,7 @@ class StreamingHandler(NNsightHandler):
             head = await exchange.response(self.engine_settings.trace_timeout)
             self.answered(head)
             self.set_status(head.status)
-            for name in ("Content-Type", "Content-Length", "Retry-After"):
+            for name in ("Content-Type", "Content-Length", "Retry-After", "Etag"):
                 if name in head.headers:
                     self.set_header(name, head.headers[name])
             await exchange.body_to(self._pass_on)
@@ -109,9 +111,15 @@ class StreamingHandler(NNsightHandler):
                 self.give_up("lost", await self.supervisor.lost())
         else:
             self.finish(set_content_type=head.headers.get("Content-Type", "application/json"))
-            self.ended(_outcome(head), head)
+            outcome = _outcome(head)
+            if head.headers.get("Content-Type") == framed.CONTENT_TYPE:
+                told = framed.end_of(self._tail)
+                outcome = "refused" if told is None else told["Nnsight-Outcome"]
+                head.headers.update(told or {})
+            self.ended(outcome, head)
 
     async def _pass_on(self, chunk: bytes) -> None:
+        self._tail = (self._tail + chunk[-framed.TAIL_BYTES :])[-framed.TAIL_BYTES :]
         self.write(chunk)
         try:
             await self.flush()

@@ -36,7 +36,8 @@ def failure(error: BaseException) -> str:
 
 async def serve(model: Any, config: dict[str, Any]) -> None:
     """Serve ``model`` until vLLM's engine core dies."""
-    from .server import Engine, listen
+    from .server import listen
+    from .service import Engine
 
     engine = Engine(model, config["max_request_bytes"], config["max_response_bytes"])
     server = listen(engine, config["socket"])

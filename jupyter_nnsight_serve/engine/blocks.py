@@ -6,17 +6,41 @@ request's own scope, and a block's mistake ends that block, never the step it ru
 
 from __future__ import annotations
 
+import contextlib
 import io
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from greenlet import getcurrent
 from nnsight.intervention import serialization
 from nnsight.intervention.interleaver import Event, Mediator, Pending
 
-from . import sources
+from . import lifeline, sources
 from .sources import Scope, plain
+
+
+class BlockExitError(Exception):
+    """A block raised what would end the process, such as SystemExit or KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Turn whatever a caller's code raises inside into an `Exception`.
+
+    The process is everybody's: ``exit()`` in one caller's block is that block's error.
+    """
+    try:
+        yield
+    except (Exception, lifeline.Stopped):
+        raise
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        contained = BlockExitError(
+            f"the block raised {text}, which ends the block and nothing else"
+        )
+        contained.__intervention_tb__ = error.__traceback__  # type: ignore[attr-defined]
+        raise contained from None
 
 
 class Block(Mediator):
@@ -36,7 +60,8 @@ class Block(Mediator):
         rows, and the replacement takes the place of this request's. nnsight's own skip raises in
         the middle of the shared step instead, which ends the engine.
         """
-        pending = super().switch(*args)
+        with contained():
+            pending = super().switch(*args)
         if isinstance(pending, Pending) and pending.event is Event.SKIP:
             location = pending.provider.removesuffix(".skip") + ".output"
             return pending._replace(event=Event.SWAP, provider=location)
@@ -54,8 +79,9 @@ class Block(Mediator):
             # Refused on the model's side, while the block is parked at the line that wrote it.
             self.worker.parent = getcurrent()
             try:
-                self.pending = self.worker.throw(error)
-            except BaseException as thrown:
+                with contained():
+                    self.pending = self.worker.throw(error)
+            except Exception as thrown:
                 thrown.__intervention_tb__ = thrown.__traceback__  # type: ignore[attr-defined]
                 raise
             return value

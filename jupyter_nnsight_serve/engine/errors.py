@@ -25,6 +25,20 @@ class BadBodyError(EngineError):
     reason = "Bad body"
 
 
+class OtherModelError(EngineError):
+    """The trace was written for a model with another tree."""
+
+    status = 409
+    reason = "Other model"
+
+
+class TraceTimeoutError(EngineError):
+    """The trace took longer than the server lets one run."""
+
+    status = 504
+    reason = "Trace timeout"
+
+
 class TooLargeError(EngineError):
     """A body is larger than the engine accepts."""
 

@@ -12,7 +12,6 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 import time
 
@@ -21,6 +20,10 @@ ENGINE_PID = "JUPYTER_NNSIGHT_SERVE_ENGINE_PID"
 
 GRACE_SECONDS = 8.0
 """Seconds a stopping engine gets to shut vLLM down before its process group is killed."""
+
+
+class Stopped(SystemExit):
+    """Unwinds the main thread of an engine that was told to stop."""
 
 
 def lead_group() -> None:
@@ -46,7 +49,7 @@ def watch_starter(fd: int, socket: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=last_act, name="last-act", daemon=True).start()
-        sys.exit(0)
+        raise Stopped(0)
 
     def last_act() -> None:
         time.sleep(GRACE_SECONDS)

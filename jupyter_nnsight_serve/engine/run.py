@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from .build import Invoke, Trace
 from .errors import EngineDownError
+from .frames import Progress
 from .sources import capture_exception
 
 
@@ -69,15 +70,23 @@ class Runner:
         # The event loop keeps only weak references to its tasks.
         self._cleanups: set[asyncio.Task[Any]] = set()
 
-    async def run(self, trace: Trace) -> Outcome:
+    async def run(self, trace: Trace, progress: Progress | None = None) -> Outcome:
         """Run every invoke of ``trace``; cancelling the call aborts them.
+
+        Parameters
+        ----------
+        progress
+            Told of every output, for a trace that was built to be watched.
 
         Raises
         ------
         EngineDownError
             vLLM's engine core died.
         """
-        tasks = [asyncio.ensure_future(self._request(invoke)) for invoke in trace.invokes]
+        tasks = [
+            asyncio.ensure_future(self._request(index, invoke, progress))
+            for index, invoke in enumerate(trace.invokes)
+        ]
         try:
             results = await asyncio.gather(*tasks)
         except EngineDeadError:
@@ -95,17 +104,18 @@ class Runner:
             await asyncio.gather(*tasks, return_exceptions=True)
         return _merge(trace, [output for output, _ in results], [said for _, said in results])
 
-    async def _request(self, invoke: Invoke) -> Any:
+    async def _request(self, index: int, invoke: Invoke, progress: Progress | None) -> Any:
         """Run one request to its end and attach what its blocks saved to its output."""
         request_id = str(uuid.uuid4())
         output = None
         collected = False
         self.active += 1
         try:
-            async for output in self.engine.generate(  # noqa: B007
+            async for output in self.engine.generate(
                 invoke.prompt, invoke.params, request_id, lora_request=invoke.lora_request
             ):
-                pass
+                if progress is not None:
+                    progress.update(index, output)
             entry, words = await self._collect(request_id, output)
             collected = True
             if entry is not None:

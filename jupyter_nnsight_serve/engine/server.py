@@ -7,123 +7,24 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any, cast
 
 from tornado import web
 from tornado.http1connection import HTTP1Connection
 from tornado.httpserver import HTTPServer
-from vllm.v1.engine.exceptions import EngineDeadError
+from tornado.iostream import StreamClosedError
 
-from . import sizes, wire
-from .build import Builder
-from .errors import EngineDownError, EngineError, TooLargeError
-from .model import describe
-from .run import Outcome, Runner
-from .sources import capture_exception
+from . import frames
+from .errors import EngineDownError, EngineError, TooLargeError, TraceTimeoutError
+from .frames import Progress
+from .run import Outcome
+from .service import Engine, encode_raw, encode_stock
 
 log = logging.getLogger("jupyter_nnsight_serve.engine")
 
 CHUNK_BYTES = 2**20
 """Bytes written to the socket before waiting for its reader."""
-
-THREAD_BYTES = 2**20
-"""Results of more bytes than this are encoded on a thread, so that the loop keeps running."""
-
-STATUS_SECONDS = 2.0
-"""Seconds a status answer waits for the workers before it goes out without their count."""
-
-
-class Engine:
-    """What the handlers share: the model and what builds and runs traces on it.
-
-    Parameters
-    ----------
-    model
-        A dispatched asynchronous ``nnsight.modeling.vllm.VLLM``.
-    max_request_bytes, max_response_bytes
-        Largest body of a request and of a response, in bytes.
-    """
-
-    def __init__(self, model: Any, max_request_bytes: int, max_response_bytes: int) -> None:
-        self.model = model
-        self.llm = model.vllm_entrypoint
-        self.builder = Builder(model, max_request_bytes)
-        self.runner = Runner(self.llm, max_response_bytes)
-        self.max_request_bytes = max_request_bytes
-        self.max_response_bytes = max_response_bytes
-        self.description = describe(model)
-
-    async def generate(self, body: bytes, compressed: bool) -> tuple[Outcome, memoryview]:
-        """Run a serialized trace.
-
-        Returns
-        -------
-        tuple
-            What it came to, and that as the bytes of the response. A caller's own error, in the
-            build or in a block, is part of the outcome.
-        """
-        try:
-            trace = self.builder.trace(body, compressed)
-        except EngineError:
-            raise
-        except Exception as error:
-            outcome = Outcome(error=capture_exception(error))
-        else:
-            outcome = await self.runner.run(trace)
-        try:
-            total = sizes.check(outcome.saves, self.max_response_bytes)
-        except sizes.SaveTooLargeError as error:
-            outcome, total = outcome.failed(error), 0
-        try:
-            if total > THREAD_BYTES:
-                return outcome, await asyncio.to_thread(wire.encode, outcome)
-            return outcome, wire.encode(outcome)
-        except Exception as error:
-            outcome = outcome.failed(error)
-            return outcome, wire.encode(outcome)
-
-    async def register(self, edit_id: str, body: bytes, name: str | None) -> list[str]:
-        """Install an edit on every worker.
-
-        Returns
-        -------
-        list of str
-            What the person who installs it should know.
-        """
-        self.builder.edit(body)
-        await self._workers("nnsight_register", edit_id, body, name)
-        if self.llm.vllm_config.cache_config.enable_prefix_caching:
-            return [
-                "This engine runs with prefix caching, so requests that nnsight did not make may "
-                "skip tokens it has cached, and the edit does not see those."
-            ]
-        return []
-
-    async def clear(self, edit_id: str) -> None:
-        """Remove an edit from every worker; an unknown id changes nothing."""
-        await self._workers("nnsight_clear_registered", edit_id)
-
-    async def status(self) -> dict[str, Any]:
-        """The model, versions, settings and load of this engine."""
-        try:
-            counts = await asyncio.wait_for(self._workers("nnsight_request_count"), STATUS_SECONDS)
-            tracked = max(counts)
-        except (TimeoutError, EngineError):
-            tracked = None
-        return {
-            **self.description,
-            "running": self.runner.active,
-            "waiting": 0,
-            "tracked_requests": tracked,
-        }
-
-    async def _workers(self, method: str, *args: Any) -> list[Any]:
-        """Call ``method`` on every worker."""
-        try:
-            result: list[Any] = await self.llm.collective_rpc(method, args=args)
-        except EngineDeadError:
-            raise EngineDownError("The engine has died; try again once it is ready.") from None
-        return result
 
 
 @web.stream_request_body
@@ -187,28 +88,101 @@ class GenerateHandler(Handler):
     task: asyncio.Task[Any] | None = None
 
     async def post(self) -> None:
-        compressed = self.request.headers.get("nnsight-compress", "").lower() == "true"
-        self.task = asyncio.ensure_future(self.engine.generate(self.body(), compressed))
+        headers = self.request.headers
+        self.engine.check_tree(headers.get("Nnsight-Tree"))
+        framed = frames.CONTENT_TYPE in headers.get("Accept", "")
+        watched = headers.get("Nnsight-Tokens") or headers.get("Nnsight-Progress")
+        progress = Progress(text=headers.get("Nnsight-Tokens") == "1") if framed else None
+        self.task = asyncio.ensure_future(
+            self.engine.generate(
+                self.body(),
+                headers.get("nnsight-compress", "").lower() == "true",
+                encode_raw if framed else encode_stock,
+                progress if watched else None,
+            )
+        )
         try:
-            outcome, payload = await self.task
-        except asyncio.CancelledError:
-            if self.task.cancelled():
-                return
-            raise
+            if progress is None:
+                await self.answer(*await self.task)
+            else:
+                await self.answer_framed(self.task, progress)
+        except (asyncio.CancelledError, StreamClosedError):
+            if not self.task.cancelled() and not self.task.done():
+                raise
+
+    async def answer(self, outcome: Outcome, parts: list[memoryview | bytes]) -> None:
+        """Answer with a result and nothing else."""
         self.set_header("Content-Type", "application/octet-stream")
-        self.set_header("Content-Length", str(len(payload)))
+        self.set_header("Content-Length", str(sum(len(part) for part in parts)))
         self.set_header("Nnsight-Outcome", "error" if outcome.error else "ok")
         self.set_header("Nnsight-Prompt-Tokens", str(outcome.prompt_tokens))
         self.set_header("Nnsight-Generated-Tokens", str(outcome.generated_tokens))
         del outcome
-        for start in range(0, len(payload), CHUNK_BYTES):
-            self.write(bytes(payload[start : start + CHUNK_BYTES]))
+        for piece in _pieces(parts):
+            self.write(bytes(piece))
             await self.flush()
+        await self.finish()
+
+    async def answer_framed(self, task: asyncio.Task[Any], progress: Progress) -> None:
+        """Answer at once with frames, and with the result's when it is there."""
+        self.set_header("Content-Type", frames.CONTENT_TYPE)
+        seconds = self.request.headers.get("Nnsight-Timeout")
+        try:
+            async with asyncio.timeout(float(seconds) if seconds else None):
+                async for piece in progress.frames(task):
+                    self.write(piece)
+                    await self.flush()
+                outcome, parts = await task
+        except TimeoutError:
+            task.cancel()
+            await self.fail_framed(
+                TraceTimeoutError(
+                    f"The trace ran for more than {seconds} s, the limit of this server "
+                    "(trace_timeout), and was stopped; do less in one trace."
+                )
+            )
+            return
+        except EngineError as error:
+            await self.fail_framed(error)
+            return
+        for part in _pieces(parts):
+            self.write(frames.frame(frames.RESULT, part))
+            await self.flush()
+        self.write(
+            frames.json_frame(
+                frames.END,
+                outcome="error" if outcome.error else "ok",
+                prompt_tokens=outcome.prompt_tokens,
+                generated_tokens=outcome.generated_tokens,
+            )
+        )
+        await self.finish()
+
+    async def fail_framed(self, error: EngineError) -> None:
+        """End a framed answer with an error in place of the result."""
+        text = str(error)
+        self.write(
+            frames.json_frame(
+                frames.ERROR,
+                status=error.status,
+                message=text,
+                reason=error.reason,
+                detail=text,
+            )
+        )
         await self.finish()
 
     def on_connection_close(self) -> None:
         if self.task is not None:
             self.task.cancel()
+
+
+def _pieces(parts: list[memoryview | bytes]) -> Iterator[memoryview]:
+    """The bytes of ``parts`` in order, in pieces of at most `CHUNK_BYTES`."""
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
 
 
 class EditHandler(Handler):
@@ -217,7 +191,8 @@ class EditHandler(Handler):
     async def put(self, edit_id: str) -> None:
         name = self.get_query_argument("name", None)
         try:
-            warnings = await self.engine.register(edit_id, self.body(), name)
+            compressed = self.request.headers.get("nnsight-compress", "").lower() == "true"
+            warnings = await self.engine.register(edit_id, self.body(), compressed, name)
         except EngineError:
             raise
         except Exception as error:
@@ -241,6 +216,33 @@ class StatusHandler(Handler):
         self.finish(json.dumps(await self.engine.status()))
 
 
+class ModelHandler(Handler):
+    """What a client needs to write traces for the served model."""
+
+    async def get(self) -> None:
+        await self.engine.tokenizer()
+        published = self.engine.published.description
+        self.set_header("Etag", f'"{published["tree_id"]}{published["tokenizer"]["id"]}"')
+        if self.check_etag_header():
+            self.set_status(304)
+            self.finish()
+            return
+        self.finish(published)
+
+
+class TokenizerHandler(Handler):
+    """The served model's tokenizer, as files."""
+
+    async def get(self) -> None:
+        identity, archive = await self.engine.tokenizer()
+        self.set_header("Content-Type", "application/zip")
+        self.set_header("Etag", f'"{identity}"')
+        for piece in _pieces([archive]):
+            self.write(bytes(piece))
+            await self.flush()
+        await self.finish()
+
+
 class HealthHandler(Handler):
     """Whether a trace would run now."""
 
@@ -257,6 +259,8 @@ def listen(engine: Engine, path: str) -> HTTPServer:
             (r"/generate", GenerateHandler, {"engine": engine}),
             (r"/edits/([^/]+)", EditHandler, {"engine": engine}),
             (r"/status", StatusHandler, {"engine": engine}),
+            (r"/model", ModelHandler, {"engine": engine}),
+            (r"/model/tokenizer", TokenizerHandler, {"engine": engine}),
             (r"/health", HealthHandler, {"engine": engine}),
         ],
         log_function=_log_failures,

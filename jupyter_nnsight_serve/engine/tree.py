@@ -7,6 +7,8 @@ in the worker.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,3 +60,57 @@ def tag(root: Any, known: dict[str, Any]) -> bool:
     for identity, envoy in envoys.items():
         envoy.__dict__["_persistent_id"] = identity
     return True
+
+
+def specification(module: Any) -> dict[str, Any]:
+    """A module tree as JSON, for a client that builds it from stubs.
+
+    Parameters
+    ----------
+    module
+        The root ``torch.nn.Module``.
+
+    Returns
+    -------
+    dict
+        ``class``, ``module`` (where the class is defined), ``extra`` (what its repr says besides)
+        and ``children`` by name; a module that stands elsewhere in the tree already is
+        ``{"same_as": its dotted name}``.
+    """
+    names: dict[int, str] = {}
+
+    def node(module: Any, name: str) -> dict[str, Any]:
+        if id(module) in names:
+            return {"same_as": names[id(module)]}
+        names[id(module)] = name
+        return {
+            "class": type(module).__name__,
+            "module": type(module).__module__,
+            "extra": module.extra_repr(),
+            "children": {
+                key: node(child, f"{name}.{key}" if name else key)
+                for key, child in module._modules.items()
+                if child is not None
+            },
+        }
+
+    return node(module, "")
+
+
+def tree_id(specification: dict[str, Any]) -> str:
+    """What two trees share when they have the same classes at the same paths."""
+
+    def shape(node: dict[str, Any]) -> Any:
+        if "same_as" in node:
+            return node["same_as"]
+        return [node["class"], {key: shape(child) for key, child in node["children"].items()}]
+
+    return hashlib.sha256(json.dumps(shape(specification)).encode()).hexdigest()
+
+
+def difference(root: Any, known: dict[str, Any]) -> str | None:
+    """A path that is in one of the trees only, or None when they have the same paths."""
+    paths = {f"Envoy:{envoy.path}" for envoy in walk(root)}
+    for path in sorted(paths ^ known.keys(), key=lambda path: (len(path), path)):
+        return path.removeprefix("Envoy:")
+    return None

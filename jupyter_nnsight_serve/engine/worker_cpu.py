@@ -11,6 +11,7 @@ from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from . import compat
 from .worker import ServeRunner, ServeWorker
 
 
@@ -22,6 +23,7 @@ class ServeCPUWorker(ServeWorker, CPUWorker):
     """vLLM's CPU worker with nnsight's calls and what serving adds."""
 
     def init_device(self) -> None:
+        compat.apply_in_cpu_worker()
         super().init_device()
         if type(self.model_runner) is not CPUModelRunner:
             raise NotImplementedError(

@@ -32,11 +32,9 @@ ENGINE_ARGS: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 20
 START_SECONDS = 240
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let torch, transformers and vLLM warn here, where they are imported into the test process."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("default"))
+    config.addinivalue_line("filterwarnings", "default")
 
 
 class Server:
@@ -85,12 +83,14 @@ class Server:
             text=True,
         )
         self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip())
 
     def get(
         self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
@@ -135,6 +135,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(5)
+        self.reader.join(5)
 
     @property
     def where(self) -> dict[str, str]:

@@ -478,3 +478,35 @@ def test_a_compressed_body_is_taken(model: Any, smollm2: Server) -> None:
     with urllib.request.urlopen(request) as answer:
         result = torch.load(io.BytesIO(answer.read()), weights_only=False)
     assert torch.equal(result["saves"]["logits"], logits)
+
+
+@pytest.mark.parametrize("how", ["exit", "interrupt", "generator", "above", "assertion"])
+def test_what_would_end_a_process_ends_only_the_block(
+    how: str, model: Any, smollm2: Server
+) -> None:
+    before = smollm2.status()["since"]
+    with pytest.raises(RuntimeError) as caught:
+        if how == "above":
+            with model.trace(**ONE, **smollm2.where) as tracer:
+                sys.exit(3)
+                with tracer.invoke(PROMPT):
+                    model.logits.save()
+        else:
+            with model.trace(PROMPT, **ONE, **smollm2.where):
+                hidden = model.model.layers[3].output[0].save()
+                if how == "exit":
+                    sys.exit(3)
+                elif how == "interrupt":
+                    raise KeyboardInterrupt
+                elif how == "generator":
+                    raise GeneratorExit
+                assert hidden is None, "not none"
+    assert {
+        "exit": "SystemExit: 3",
+        "above": "SystemExit: 3",
+        "interrupt": "KeyboardInterrupt",
+        "generator": "GeneratorExit",
+        "assertion": "AssertionError: not none",
+    }[how] in str(caught.value)
+    assert smollm2.status()["state"] == "ready"
+    assert smollm2.status()["since"] == before

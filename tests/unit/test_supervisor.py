@@ -287,7 +287,7 @@ class TestOutput:
     def test_only_the_last_lines_are_kept(self) -> None:
         output, _ = self.make()
         output.feed(b"".join(b"%d\n" % number for number in range(1000)))
-        assert list(output.lines) == [str(number) for number in range(950, 1000)]
+        assert list(output.lines) == [str(number) for number in range(600, 1000)]
 
     def test_cause_without_an_exception_is_the_last_error_or_line(self) -> None:
         output, _ = self.make()

@@ -1,0 +1,34 @@
+"""A token that shows itself to nobody by accident."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class Secret:
+    """Holds a token; its text is had by `reveal` alone.
+
+    A notebook is shared with what it printed, and a block travels with what it captured: so a
+    secret has no text of its own, and does not pickle.
+    """
+
+    __slots__ = ("_reveal",)
+
+    def __init__(self, text: str | None) -> None:
+        # A closure and not a string, because debuggers and verbose tracebacks print attributes.
+        self._reveal = lambda: text or ""
+
+    def reveal(self) -> str:
+        """The token; empty where there is none."""
+        return self._reveal()
+
+    def __bool__(self) -> bool:
+        return bool(self._reveal())
+
+    def __repr__(self) -> str:
+        return "<token>" if self else "<no token>"
+
+    __str__ = __repr__
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a token does not travel: use in the block what it needs, not the hub")

@@ -1,0 +1,230 @@
+"""Decoding a result: tensors into memory of their own as they arrive, containers without pickle.
+
+A result is a magic word, a JSON header, and the raw bytes of tensors and pickles, each at its
+offset. The header says what is saved under which name and where the bytes are.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import io
+import json
+import pickle
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .outputs import record
+
+MAGIC = b"NNSERVE1"
+ALIGNMENT = 64
+
+_FIXED = len(MAGIC) + 8
+_MOST_HEADER = 2**31
+
+
+class WireError(ValueError):
+    """The bytes are not a result."""
+
+
+@dataclass
+class Outcome:
+    """What a trace came to.
+
+    Attributes
+    ----------
+    saves
+        Name to value.
+    undecoded
+        Name to the reason, for saves that could not be made here.
+    error
+        What a block raised, as nnsight's deferred error, or None.
+    said
+        Pairs of stream (``stdout`` or ``stderr``) and text that the blocks wrote.
+    """
+
+    saves: dict[str, Any] = field(default_factory=dict)
+    undecoded: dict[str, Exception] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    said: list[tuple[str, str]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class PickleForbidden(Exception):
+    """A value is a pickle, and those are not to be opened."""
+
+
+class ResultDecoder:
+    """Takes a result's bytes as they come.
+
+    Parameters
+    ----------
+    allow_pickle
+        Whether values that are neither tensors nor plain containers are unpickled.
+    """
+
+    def __init__(self, allow_pickle: bool = True) -> None:
+        self.allow_pickle = allow_pickle
+        self.received = 0
+        self.total: int | None = None
+        self._head = bytearray()
+        self._need = _FIXED
+        self._header: dict[str, Any] | None = None
+        self._data_start = 0
+        self._tensors: list[torch.Tensor] = []
+        self._pickles: list[bytearray] = []
+        self._starts: list[int] = []
+        self._regions: list[tuple[int, memoryview]] = []
+
+    def feed(self, part: memoryview) -> None:
+        """Take the next bytes."""
+        self.received += len(part)
+        while self._header is None and part:
+            take = min(self._need - len(self._head), len(part))
+            self._head += part[:take]
+            part = part[take:]
+            if len(self._head) == self._need:
+                self._advance()
+        if part:
+            self._place(self.received - len(part) - self._data_start, part)
+
+    def _advance(self) -> None:
+        if self._need == _FIXED:
+            if self._head[: len(MAGIC)] != MAGIC:
+                raise WireError("the result does not begin as one")
+            length = int.from_bytes(self._head[len(MAGIC) :], "little")
+            if length > _MOST_HEADER:
+                raise WireError("the result's header is too long")
+            self._need += length
+            if length:
+                return
+        self._header = json.loads(self._head[_FIXED:])
+        self._data_start = -(-self._need // ALIGNMENT) * ALIGNMENT
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Make room for everything the header announces."""
+        assert self._header is not None
+        end = 0
+        for entry in self._header.get("tensors", ()):
+            tensor = torch.empty(entry["shape"], dtype=_dtype(entry["dtype"]))
+            if tensor.nbytes != entry["nbytes"]:
+                raise WireError("a tensor's size does not fit its shape")
+            self._tensors.append(tensor)
+            end = max(end, self._room(entry, _bytes_of(tensor)))
+        for entry in self._header.get("pickles", ()):
+            self._pickles.append(bytearray(entry["nbytes"]))
+            end = max(end, self._room(entry, memoryview(self._pickles[-1])))
+        self._regions.sort(key=lambda region: region[0])
+        self._starts = [start for start, _ in self._regions]
+        self.total = self._data_start + end if end else self._need
+
+    def _room(self, entry: dict[str, Any], memory: memoryview) -> int:
+        if len(memory):
+            self._regions.append((entry["offset"], memory))
+        return int(entry["offset"]) + len(memory)
+
+    def _place(self, offset: int, part: memoryview) -> None:
+        """Copy ``part``, which stands at ``offset`` from the first data byte, to where it goes."""
+        end = offset + len(part)
+        index = max(bisect_right(self._starts, offset) - 1, 0)
+        for start, memory in self._regions[index:]:
+            if start >= end:
+                break
+            low, high = max(start, offset), min(start + len(memory), end)
+            if low < high:
+                memory[low - start : high - start] = part[low - offset : high - offset]
+
+    def outcome(self) -> Outcome:
+        """What came; to be asked once everything has."""
+        if self._header is None or self.total is None or self.received < self.total:
+            raise WireError("the result is not complete")
+        header = self._header
+        outcome = Outcome(
+            error=header.get("error"),
+            said=[(stream, text) for stream, text in header.get("said", ())],
+            prompt_tokens=header.get("prompt_tokens", 0),
+            generated_tokens=header.get("generated_tokens", 0),
+        )
+        for name, value in header["saves"].items():
+            try:
+                outcome.saves[name] = self._value(value)
+            except Exception as error:
+                outcome.undecoded[name] = error
+        return outcome
+
+    def _value(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((tag, content),) = value.items() if len(value) == 1 else (("record", value),)
+        match tag:
+            case "tensor":
+                return self._tensors[content]
+            case "list":
+                return [self._value(item) for item in content]
+            case "tuple":
+                return tuple(self._value(item) for item in content)
+            case "dict":
+                return {self._value(key): self._value(item) for key, item in content}
+            case "set":
+                return {self._value(item) for item in content}
+            case "frozenset":
+                return frozenset(self._value(item) for item in content)
+            case "float":
+                return float(content)
+            case "int":
+                return int(content)
+            case "complex":
+                return complex(*content)
+            case "size":
+                return torch.Size(content)
+            case "dtype":
+                return _dtype(content)
+            case "device":
+                return torch.device(content)
+            case "bytes":
+                return base64.b64decode(content)
+            case "record":
+                fields = {name: self._value(item) for name, item in value["fields"].items()}
+                return record(value["record"], fields)
+            case "pickle":
+                return self._unpickle(content)
+        raise WireError(f"a value of a kind this client does not know: {tag}")
+
+    def _unpickle(self, index: int) -> Any:
+        if not self.allow_pickle:
+            raise PickleForbidden
+        return _Unpickler(io.BytesIO(self._pickles[index]), self._tensors).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles what refers to tensors by number."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, index = pid
+        if kind != "tensor":
+            raise pickle.UnpicklingError(f"a reference of an unknown kind: {kind}")
+        return self._tensors[index]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise WireError(f"this torch ({torch.__version__}) has no dtype {name}")
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor; valid while the tensor lives."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
