@@ -72,9 +72,9 @@ class EditBook:
         """Record an edit of `size` bytes that the engine has installed."""
         self._edits[edit_id] = Edit(edit_id, name, caller.name, time.time(), size)
 
-    def remove(self, edit_id: str) -> None:
-        """Forget an edit; unknown ids are a no-op."""
-        self._edits.pop(edit_id, None)
+    def remove(self, edit_id: str) -> bool:
+        """Forget an edit; whether it was there."""
+        return self._edits.pop(edit_id, None) is not None
 
     def forget_all(self) -> None:
         """Forget every edit: they were in an engine that is gone."""

@@ -85,6 +85,13 @@ class EditHandler(StreamingHandler):
         """Record an edit that the engine took."""
         if head.status == 200:
             self.edits.add(self.edit_id, self.edit_name, self.caller, self.bytes_in)
+            self.log.info(
+                "edit %s installed user=%s name=%s bytes_in=%d",
+                self.edit_id,
+                self.caller.name,
+                self.edit_name,
+                self.bytes_in,
+            )
 
     def on_connection_close(self) -> None:
         """An edit the engine has all of gets installed whoever waits, so its answer is awaited."""
@@ -124,7 +131,9 @@ async def clear_edit(handler: NNsightHandler, edit_id: str) -> None:
     except EngineLost:
         raise await handler.supervisor.lost() from None
     if status == 200:
-        handler.edits.remove(edit_id)
+        answer["cleared"] = handler.edits.remove(edit_id)
+        if answer["cleared"]:
+            handler.log.info("edit %s cleared user=%s", edit_id, handler.caller.name)
     await handler.answer(answer, status)
 
 

@@ -26,7 +26,9 @@ class StreamingHandler(NNsightHandler):
     bytes_in = 0
     sent = False
     _gone = False
+    _head: ResponseHead | None = None
     _tail = b""
+    _bytes_out = 0
 
     def target(self) -> tuple[str, str, dict[str, str]]:
         """Method, path and headers of the engine's request; may raise to refuse."""
@@ -89,13 +91,13 @@ class StreamingHandler(NNsightHandler):
             if not self._finished:
                 self.finish()
             return
-        head: ResponseHead | None = None
         try:
             exchange.end()
             self.sent = True
             if self.trace is not None:
                 self.trace.forwarded = time.monotonic()
             head = await exchange.response(self.engine_settings.trace_timeout)
+            self._head = head
             self.answered(head)
             self.set_status(head.status)
             for name in ("Content-Type", "Content-Length", "Retry-After", "Etag"):
@@ -106,28 +108,46 @@ class StreamingHandler(NNsightHandler):
             self.give_up("timeout", TraceTimeout(self.engine_settings.trace_timeout))
         except EngineLost:
             if self._gone:
-                self.ended("disconnected", head)
+                self._end_gone()
             else:
                 self.give_up("lost", await self.supervisor.lost())
         else:
             self.finish(set_content_type=head.headers.get("Content-Type", "application/json"))
-            outcome = _outcome(head)
-            if head.headers.get("Content-Type") == framed.CONTENT_TYPE:
-                told = framed.end_of(self._tail)
-                outcome = "refused" if told is None else told["Nnsight-Outcome"]
-                head.headers.update(told or {})
-            self.ended(outcome, head)
+            self._end_answered(head)
+
+    def _end_answered(self, head: ResponseHead) -> None:
+        """The caller has been sent all of the answer."""
+        outcome = _outcome(head)
+        if head.headers.get("Content-Type") == framed.CONTENT_TYPE:
+            told = framed.end_of(self._tail)
+            outcome = "refused" if told is None else told["Nnsight-Outcome"]
+            head.headers.update(told or {})
+        self.ended(outcome, head)
+
+    def _end_gone(self) -> None:
+        """The caller has closed the connection, perhaps because it has all it wanted."""
+        if self._head is not None and self._complete(self._head):
+            self._end_answered(self._head)
+        else:
+            self.ended("disconnected", self._head)
+
+    def _complete(self, head: ResponseHead) -> bool:
+        """Whether the last byte of the answer is out."""
+        if head.headers.get("Content-Type") == framed.CONTENT_TYPE:
+            return framed.end_of(self._tail) is not None
+        return str(self._bytes_out) == head.headers.get("Content-Length")
 
     async def _pass_on(self, chunk: bytes) -> None:
         self._tail = (self._tail + chunk[-framed.TAIL_BYTES :])[-framed.TAIL_BYTES :]
+        self._bytes_out += len(chunk)
+        if self.trace is not None:
+            self.trace.bytes_out = self._bytes_out
         self.write(chunk)
         try:
             await self.flush()
         except StreamClosedError:
             self._gone = True
             raise
-        if self.trace is not None:
-            self.trace.bytes_out += len(chunk)
 
     def give_up(self, outcome: str, error: NNsightServeError) -> None:
         """Stop the engine's work on this request, and say why."""
@@ -147,7 +167,7 @@ class StreamingHandler(NNsightHandler):
         super().on_connection_close()
         if self.exchange is not None:
             self.exchange.abort()
-        self.ended("disconnected", None)
+        self._end_gone()
 
 
 def _outcome(head: ResponseHead) -> str:

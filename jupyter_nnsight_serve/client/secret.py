@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 
@@ -16,7 +17,7 @@ class Secret:
 
     def __init__(self, text: str | None) -> None:
         # A closure and not a string, because debuggers and verbose tracebacks print attributes.
-        self._reveal = lambda: text or ""
+        self._reveal: Callable[[], str] = lambda: text or ""
 
     def reveal(self) -> str:
         """The token; empty where there is none."""

@@ -63,7 +63,8 @@ def main() -> None:
     except SystemExit:
         pass
     except BaseException as error:
-        traceback.print_exc()
+        if type(error).__name__ != "ConfigError":
+            traceback.print_exc()
         events.emit("failed", reason=failure(error))
         code = 1
     lifeline.remove_socket(config["socket"])

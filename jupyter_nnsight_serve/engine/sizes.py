@@ -26,7 +26,7 @@ def nbytes(value: Any) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            total += item.numel() * item.element_size()
+            total += _elements(item) * item.element_size()
         elif isinstance(item, dict):
             waiting.extend(item.values())
         elif isinstance(item, (list, tuple, set, frozenset)):
@@ -34,6 +34,14 @@ def nbytes(value: Any) -> int:
         elif not callable(item):
             waiting.extend(getattr(item, "__dict__", {}).values())
     return total
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    """How many elements of ``tensor`` are sent; a sparse one sends those that it stores."""
+    elements: int = tensor.numel()
+    if tensor.layout is not torch.strided and hasattr(tensor, "_nnz"):
+        elements = int(tensor._nnz()) * (1 + tensor.ndim)
+    return elements
 
 
 def check(saves: dict[str, Any], limit: int) -> int:

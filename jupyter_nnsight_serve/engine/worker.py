@@ -31,6 +31,7 @@ class ServeRunner:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        compat.refuse_nested()
         unlist_adapted(self.nnsight_model)
         self.nnsight_persistent_objects.update(envoys_by_id(self.nnsight_model))
         self.nnsight_requests = ServeRequests()

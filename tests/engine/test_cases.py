@@ -510,3 +510,19 @@ def test_what_would_end_a_process_ends_only_the_block(
     }[how] in str(caught.value)
     assert smollm2.status()["state"] == "ready"
     assert smollm2.status()["since"] == before
+
+
+@pytest.mark.parametrize("where", ["block", "above"])
+def test_a_trace_inside_a_block_is_refused(where: str, model: Any, smollm2: Server) -> None:
+    with pytest.raises(RuntimeError, match="cannot start another trace"):
+        if where == "block":
+            with model.trace(PROMPT, **ONE, **smollm2.where):
+                with model.trace("another"):
+                    inner = model.logits.save()
+        else:
+            with model.trace(**ONE, **smollm2.where) as tracer:
+                with model.trace("another"):
+                    inner = model.logits.save()
+                with tracer.invoke(PROMPT):
+                    logits = model.logits.save()
+    assert smollm2.status()["state"] == "ready"

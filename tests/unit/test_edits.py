@@ -41,7 +41,8 @@ async def test_edit_is_installed_listed_and_cleared(
         cleared = await ask("/v1/nnsight/register/id-1/clear", "POST")
     else:
         cleared = await ask("/nnsight/register/id-1", "DELETE")
-    assert (cleared.code, json.loads(cleared.body)) == (200, {"status": "ok", "id": "id-1"})
+    told = {"status": "ok", "id": "id-1", "cleared": True}
+    assert (cleared.code, json.loads(cleared.body)) == (200, told)
     assert record("clear") == [{"event": "clear", "id": "id-1", "known": True}]
     assert json.loads((await ask("/nnsight/register")).body) == {"edits": []}
 
@@ -52,8 +53,13 @@ async def test_unnamed_edit_has_no_name(ready: NNsightServe, ask: Ask, record: R
 
 
 async def test_clearing_an_unknown_edit_is_no_error(ready: NNsightServe, ask: Ask) -> None:
-    assert (await ask("/v1/nnsight/register/x/clear", "POST")).code == 200
-    assert (await ask("/nnsight/register/x", "DELETE")).code == 200
+    for path, method in (
+        ("/v1/nnsight/register/x/clear", "POST"),
+        ("/nnsight/register/x", "DELETE"),
+    ):
+        answer = await ask(path, method)
+        assert answer.code == 200
+        assert json.loads(answer.body)["cleared"] is False
 
 
 async def test_edit_that_does_not_load_is_not_listed(ready: NNsightServe, ask: Ask) -> None:

@@ -39,7 +39,7 @@ async def test_callers_headers_and_token_do_not_reach_the_engine(
     assert record("trace")[0]["headers"] == [
         "Content-Length",
         "Host",
-        "Nnsight-Compress",
+        "Nnsight-Timeout",
         "Nnsight-Trace-Id",
     ]
     assert token not in json.dumps(record("started"))

@@ -204,18 +204,6 @@ def an_edit_on_several_sequences(model: Any, where: dict[str, Any]) -> dict[str,
 
 
 @program()
-def an_edit_that_raises(model: Any, where: dict[str, Any]) -> dict[str, Any]:
-    with model.edit(**where) as (_, edit):
-        model.model.layers[3].output[0][:, :, 0]
-    try:
-        with model.trace(PROMPT, **ONE, **where):
-            logits = model.logits.save()
-    finally:
-        edit.clear()
-    return home(logits=logits)
-
-
-@program()
 def an_edit_uses_a_helper_and_a_vector(model: Any, where: dict[str, Any]) -> dict[str, Any]:
     def moved(hidden: torch.Tensor) -> torch.Tensor:
         return hidden + vector

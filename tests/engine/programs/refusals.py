@@ -257,6 +257,18 @@ def an_edit_of_a_copy(model: Any, where: dict[str, Any]) -> dict[str, Any]:
 
 
 @program()
+def an_edit_that_raises(model: Any, where: dict[str, Any]) -> dict[str, Any]:
+    with model.edit(**where) as (_, edit):
+        model.model.layers[3].output[0][:, :, 0]
+    try:
+        with model.trace(PROMPT, **ONE, **where):
+            logits = model.logits.save()
+    finally:
+        edit.clear()
+    return home(logits=logits)
+
+
+@program()
 def an_error_in_the_first_line(model: Any, where: dict[str, Any]) -> dict[str, Any]:
     with model.trace(PROMPT, **ONE, **where):
         number = nnsight.save(1 / 0)
