@@ -59,7 +59,7 @@ def connect(
     try:
         return _connect(url, token, cache_dir, allow_pickle, timeout, progress)
     except HubError as error:
-        raise
+        raise error.with_traceback(None) from None
 
 
 def _connect(

@@ -158,7 +158,11 @@ class ServedModel(VLLM):  # type: ignore[misc]
             for prompt in prompts:
                 with tracer.invoke(prompt):
                     outputs = tracer.result.save()
-        return outputs if len(prompts) > 1 else [outputs]
+        found = outputs if len(prompts) > 1 else [outputs]
+        for output in found:
+            # As on an engine in this process, also where no edit saved anything.
+            output.saves = getattr(output, "saves", {})
+        return found
 
     def edit(
         self,

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from greenlet import getcurrent
+from greenlet import GreenletExit, getcurrent
 from nnsight.intervention import serialization
 from nnsight.intervention.interleaver import Event, Mediator, Pending
 
@@ -62,6 +62,9 @@ class Block(Mediator):
         """
         with contained():
             pending = super().switch(*args)
+        if isinstance(pending, GreenletExit):
+            # A greenlet that raises this has ended, and hands it over as its result.
+            raise BlockExitError("the block raised GreenletExit, which ends the block")
         if isinstance(pending, Pending) and pending.event is Event.SKIP:
             location = pending.provider.removesuffix(".skip") + ".output"
             return pending._replace(event=Event.SWAP, provider=location)

@@ -31,9 +31,8 @@ from .sources import Scope
 from .tree import difference, envoys_by_id, tag
 
 NOT_A_TRACE = (
-    "The body is not a serialized nnsight trace ({why}); send what "
-    "`nnsight.schema.request.RequestModel.serialize(tracer)` returns, "
-    "as `model.trace(..., serve=url)` does."
+    "The body is not a serialized nnsight trace or edit ({why}); send what "
+    "`model.trace(..., serve=url)` and `model.edit(serve=url)` do."
 )
 
 

@@ -95,6 +95,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _reduce_to_host(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided:
         return NotImplemented
+    if tensor.is_conj() or tensor.is_neg():
+        # Torch pickles these as what the lazy operation was applied to, and cannot read it back.
+        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.device.type != "cpu":
         return tensor.detach().to("cpu").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
@@ -130,13 +133,17 @@ def dumps_to_host(value: Any) -> bytes:
     value
         Anything picklable; tensors may have any shape, dtype and device.
     """
+    from .blocks import contained
+
     buffer = io.BytesIO()
-    try:
-        _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        # Slower, so only for what the plain pickler refuses.
-        buffer = io.BytesIO()
-        _HostCloudPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    # Pickling an instance of a caller's class runs the caller's code.
+    with contained():
+        try:
+            _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            # Slower, so only for what the plain pickler refuses.
+            buffer = io.BytesIO()
+            _HostCloudPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 

@@ -19,6 +19,7 @@ from nnsight.modeling.vllm.vllm import VLLM
 from nnsight.tracing.tracer import dec, inc
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from .blocks import contained
 from .build import Invoke, Trace
 from .errors import EngineDownError
 from .frames import Progress
@@ -147,7 +148,9 @@ class Runner:
         replies = await self.engine.collective_rpc("serve_collect", args=arguments)
         payloads, words = zip(*map(pickle.loads, replies), strict=True)
         said = [part for rank in words for part in rank.get(request_id, ())]
-        return merge_collected(payloads).get(request_id), said
+        # Unpickling an instance of a caller's class runs the caller's code.
+        with contained():
+            return merge_collected(payloads).get(request_id), said
 
     def _cleaned(self, task: asyncio.Task[Any]) -> None:
         self._cleanups.discard(task)

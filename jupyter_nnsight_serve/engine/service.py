@@ -10,8 +10,9 @@ from typing import Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from . import raw, sizes, wire
+from .blocks import contained
 from .build import Builder
-from .errors import EngineDownError, EngineError, OtherModelError
+from .errors import BadBodyError, EngineDownError, EngineError, OtherModelError
 from .frames import Progress
 from .model import describe
 from .published import Published
@@ -108,7 +109,10 @@ class Engine:
         """
         body = self.builder.decompressed(body, compressed)
         self.builder.edit(body)
-        await self._workers("nnsight_register", edit_id, body, name)
+        for refused in await self._workers("serve_register", edit_id, body, name):
+            if refused is not None:
+                await self.clear(edit_id)
+                raise BadBodyError(f"The edit could not be installed: {refused}")
         if self.llm.vllm_config.cache_config.enable_prefix_caching:
             return [
                 "This engine runs with prefix caching, so requests that nnsight did not make may "
@@ -150,9 +154,11 @@ class Engine:
 
 def encode_stock(outcome: Outcome) -> list[memoryview | bytes]:
     """An outcome as the stock client reads it."""
-    return [wire.encode(outcome)]
+    with contained():
+        return [wire.encode(outcome)]
 
 
 def encode_raw(outcome: Outcome) -> list[memoryview | bytes]:
     """An outcome as this project's client reads it."""
-    return list(raw.Encoder().parts(outcome))
+    with contained():
+        return list(raw.Encoder().parts(outcome))

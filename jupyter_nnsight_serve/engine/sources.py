@@ -26,6 +26,10 @@ from nnsight.tracing.globals import BLOCKS, SOURCES
 _SCOPED = re.compile(r"(?:\[[^\]\s]+:\d+\] |<trace [^>]*> )*<trace [^>]*> (?:\[[^\]\s]+:\d+\] )*")
 
 
+MOST_CHARACTERS = 2**16
+"""Characters kept of an error's text and of its traceback."""
+
+
 @dataclass(frozen=True)
 class Scope:
     """Whose source is being loaded.
@@ -101,7 +105,22 @@ def capture_exception(exception: BaseException) -> DeferredError:
     ]
     return {
         "type_name": type(exception).__name__,
-        "message": plain(str(exception)),
-        "traceback": plain("".join(traceback.format_list(frames))),
+        "message": _short(plain(_text(exception))),
+        "traceback": _short(plain("".join(traceback.format_list(frames)))),
         "is_control_flow": isinstance(exception, EarlyStopException),
     }
+
+
+def _text(exception: BaseException) -> str:
+    """``str(exception)``, which is the caller's code where the class is the caller's."""
+    try:
+        return str(exception)
+    except BaseException as error:
+        return f"its text cannot be had: its __str__ raised {type(error).__name__}"
+
+
+def _short(text: str) -> str:
+    """``text``, cut where nobody reads on."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[:MOST_CHARACTERS]}... ({len(text)} characters in all)"

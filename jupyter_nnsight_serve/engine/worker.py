@@ -17,6 +17,7 @@ from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.distributed.parallel_state import get_pp_group
 
 from . import compat, events, lifeline, said, sources
+from .blocks import contained
 from .handoff import LendingBatcher
 from .requests import ServeRequests
 from .tree import envoys_by_id, unlist_adapted
@@ -92,9 +93,10 @@ class ServeWorker:
         """See `ServeRunner.serve_collect`; ``outputs`` is pickled, as vLLM's RPC carries bytes."""
         try:
             loaded = pickle.loads(outputs) if outputs is not None else None
-            result: bytes = self.model_runner.serve_collect(
-                request_ids, finished, loaded, max_bytes
-            )
+            with contained():
+                result: bytes = self.model_runner.serve_collect(
+                    request_ids, finished, loaded, max_bytes
+                )
         except Exception as error:
             # Answered and not raised, for the reason that `compat.dumps_collected` tells.
             empty: dict[str, Any] = {"saves": {}, "registered": {}, "sequences": {}}
@@ -102,6 +104,19 @@ class ServeWorker:
             payload = pickle.dumps({request_id: entry for request_id in request_ids})
             result = pickle.dumps((payload, {}))
         return result
+
+    def serve_register(self, edit_id: str, payload: bytes, name: str | None) -> str | None:
+        """Install an edit; why it could not be, or None.
+
+        Answered and not raised, for the reason that `compat.dumps_collected` tells.
+        """
+        try:
+            with contained():
+                self.model_runner.nnsight_register(edit_id, payload, name=name)
+        except Exception as error:
+            told = sources.capture_exception(error)
+            return f"{told['type_name']}: {told['message']}"
+        return None
 
     def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
         events.stage("measuring memory")

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import nnsight
 import pytest
 import torch
@@ -311,7 +312,7 @@ def test_a_helper_of_the_callers_own_module_runs_once_registered(
     try:
         doubled, plain = run()
     finally:
-        nnsight.ndif.unregister(only_here) if hasattr(nnsight.ndif, "unregister") else None
+        cloudpickle.unregister_pickle_by_value(only_here)
         sys.modules.pop("only_here")
     assert torch.equal(doubled, plain * 2)
 
@@ -478,6 +479,57 @@ def test_a_compressed_body_is_taken(model: Any, smollm2: Server) -> None:
     with urllib.request.urlopen(request) as answer:
         result = torch.load(io.BytesIO(answer.read()), weights_only=False)
     assert torch.equal(result["saves"]["logits"], logits)
+
+
+class Unprintable(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class ExitsWhenPickled:
+    """Ends the process of whoever pickles it."""
+
+    def __reduce__(self) -> Any:
+        sys.exit(4)
+
+
+@pytest.mark.parametrize("how", ["unprintable", "huge", "greenlet", "pickled", "conjugate"])
+def test_a_callers_class_cannot_take_the_engine_along(
+    how: str, model: Any, smollm2: Server
+) -> None:
+    import greenlet
+
+    this = sys.modules[__name__]
+    nnsight.register(this)
+    before = smollm2.status()["since"]
+    try:
+        if how == "conjugate":
+            with model.trace(PROMPT, **ONE, **smollm2.where):
+                value = torch.tensor([1 + 2j]).conj().save()
+            assert torch.equal(value, torch.tensor([1 - 2j]))
+        else:
+            with pytest.raises(RuntimeError) as caught, model.trace(PROMPT, **ONE, **smollm2.where):
+                logits = model.logits.save()
+                if how == "unprintable":
+                    raise Unprintable
+                if how == "huge":
+                    raise ValueError("x" * 5_000_000)
+                if how == "greenlet":
+                    raise greenlet.GreenletExit
+                value = nnsight.save(ExitsWhenPickled())
+            text = str(caught.value)
+            assert len(text) < 200_000
+            assert {
+                "unprintable": "Unprintable: its text cannot be had",
+                "huge": "5000000 characters in all",
+                "greenlet": "GreenletExit",
+                "pickled": "SystemExit",
+            }[how] in text
+    finally:
+        cloudpickle.unregister_pickle_by_value(this)
+    assert smollm2.status()["since"] == before
 
 
 @pytest.mark.parametrize("how", ["exit", "interrupt", "generator", "above", "assertion"])
