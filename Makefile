@@ -48,10 +48,12 @@ demo: install $(SMOLLM2)/config.json ## Start a server on the CPU, run the quick
 serve: install $(SMOLLM2)/config.json ## Start a server on the CPU and leave it running until Ctrl-C
 	@$(RUN) tools/demo.py serve $(SMOLLM2)
 
-# Two processes: importing nnsight, which the engine tests do, changes every object of a process.
+# Processes of their own: importing nnsight, which all but the unit tests do, changes every object.
 test: install models ## Run all tests; ARGS="-k name" for some of them
 	@echo "test: pytest tests/unit $(ARGS)"
 	@$(RUN) -m pytest tests/unit $(ARGS)
+	@echo "test: pytest tests/client $(ARGS)"
+	@$(RUN) -m pytest tests/client $(ARGS)
 	@echo "test: pytest tests/engine $(ARGS)"
 	@$(RUN) -m pytest tests/engine $(ARGS)
 

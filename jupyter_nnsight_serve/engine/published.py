@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import tempfile
 import zipfile
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from vllm import SamplingParams
 
 from .tree import specification, tree_id
 
@@ -72,6 +75,12 @@ class Published:
         return buffer.getvalue()
 
     @cached_property
+    def etag(self) -> str:
+        """Changes with anything that `description` tells."""
+        told = json.dumps(self.description, sort_keys=True).encode()
+        return f'"{hashlib.sha256(told).hexdigest()}"'
+
+    @cached_property
     def description(self) -> dict[str, Any]:
         """The answer to ``GET /nnsight/model``."""
         settings = self._description["settings"]
@@ -87,6 +96,7 @@ class Published:
                 "max_model_len": settings["max_model_len"],
                 "dtype": settings["dtype"],
                 "taps": settings["taps"],
+                "sampling": list(SamplingParams.__struct_fields__),
                 **values,
             },
             "tokenizer": {

@@ -222,7 +222,7 @@ class ModelHandler(Handler):
     async def get(self) -> None:
         await self.engine.tokenizer()
         published = self.engine.published.description
-        self.set_header("Etag", f'"{published["tree_id"]}{published["tokenizer"]["id"]}"')
+        self.set_header("Etag", self.engine.published.etag)
         if self.check_etag_header():
             self.set_status(304)
             self.finish()
