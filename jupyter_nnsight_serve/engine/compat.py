@@ -92,12 +92,24 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stand in for an accelerator call where there is no accelerator."""
 
 
+# Dtypes whose storages have no form outside torch.save, the float8 ones above all.
+_UNPICKLABLE = frozenset(torch.storage._new_dtypes())
+
+
+def _from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of ``shape`` whose elements are the bytes of ``flat``."""
+    return flat.view(dtype).reshape(shape)
+
+
 def _reduce_to_host(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided:
         return NotImplemented
     if tensor.is_conj() or tensor.is_neg():
         # Torch pickles these as what the lazy operation was applied to, and cannot read it back.
         tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype in _UNPICKLABLE:
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        return _from_bytes, (flat, tensor.dtype, tuple(tensor.shape))
     if tensor.device.type != "cpu":
         return tensor.detach().to("cpu").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():

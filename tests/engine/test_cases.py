@@ -508,7 +508,10 @@ def test_a_callers_class_cannot_take_the_engine_along(
         if how == "conjugate":
             with model.trace(PROMPT, **ONE, **smollm2.where):
                 value = torch.tensor([1 + 2j]).conj().save()
+                eighth = torch.tensor([[0.5], [2.0]]).to(torch.float8_e4m3fn).save()
             assert torch.equal(value, torch.tensor([1 - 2j]))
+            assert eighth.dtype == torch.float8_e4m3fn
+            assert torch.equal(eighth.float(), torch.tensor([[0.5], [2.0]]))
         else:
             with pytest.raises(RuntimeError) as caught, model.trace(PROMPT, **ONE, **smollm2.where):
                 logits = model.logits.save()
