@@ -172,6 +172,8 @@ class NNsightHandler(ExtensionHandlerMixin, APIHandler):
         if self._refused or self._finished or self._headers_written:
             return
         self._refused = True
+        # Tornado calls the method once the body is read, refused or not.
+        setattr(self, (self.request.method or "get").lower(), self._after_refusal)
         waits = self.request.headers.get("Expect", "").lower() == "100-continue"
         if self.body_length == 0 or waits:
             # Nothing is on its way.
@@ -184,6 +186,11 @@ class NNsightHandler(ExtensionHandlerMixin, APIHandler):
         self.write(content)
         self.flush()
         self._drain_end = asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._end_drain)
+
+    def _after_refusal(self, *args: str) -> None:
+        """Stands in for the method of a refused request."""
+        if not self._finished:
+            self.finish()
 
     def _end_drain(self) -> None:
         if self._refused and not self._finished:
