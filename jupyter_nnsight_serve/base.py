@@ -162,7 +162,8 @@ class NNsightHandler(ExtensionHandlerMixin, APIHandler):
     @property
     def body_length(self) -> int | None:
         """Bytes of the request's body as its headers say; None when they do not say."""
-        said = self.request.headers.get("Content-Length", "")
+        # The same length said twice is one length, joined by a comma.
+        said = self.request.headers.get("Content-Length", "").split(",")[0].strip()
         if said.isascii() and said.isdigit():
             return int(said)
         return None if "Transfer-Encoding" in self.request.headers else 0

@@ -21,6 +21,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LEVEL = re.compile(r"^(?:\([^)]*\)\s*)?(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 # The last line of a traceback, with or without vLLM's log mark before it.
 _RAISED = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt): .+)$")
+# What vLLM prints of a step that failed: every request in it, with its block and its prompt.
+_DUMP = re.compile(r"Dumping (?:scheduler output|input data)[^:]*:|serve_block")
 # What vLLM's front process says when EngineCore failed: true, and no cause.
 _NO_CAUSE = re.compile(r"see (?:the )?(?:root cause|stack trace|log)", re.IGNORECASE)
 
@@ -88,6 +90,9 @@ class EngineOutput:
         self._cut = self._cut or len(piece) > room
 
     def _line(self, text: str) -> None:
+        dumped = _DUMP.search(text)
+        if dumped:
+            text = f"{text[: dumped.end()]} [left out, for it holds the bodies of requests]"
         if text.startswith(EVENT_MARK):
             try:
                 event = json.loads(text[len(EVENT_MARK) :])

@@ -171,7 +171,8 @@ class NNsightServe(ExtensionApp):
         if self.serverapp.base_url != "/":
             # A client that left the base URL out is outside every other route.
             self.serverapp.web_app.add_handlers(  # type:ignore[no-untyped-call]
-                ".*$", [(r"/v1/nnsight(?:/.*)?", NearMissHandler, {"name": self.name})]
+                ".*$",
+                [(r"/(?:(?:v1/)?nnsight(?:/.*)?|health)", NearMissHandler, {"name": self.name})],
             )
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:

@@ -173,5 +173,5 @@ class StreamingHandler(NNsightHandler):
 def _outcome(head: ResponseHead) -> str:
     """How a trace that was answered in full ended."""
     if head.status != 200:
-        return "refused"
+        return "lost" if head.status == 503 else "refused"
     return "error" if head.headers.get("Nnsight-Outcome") == "error" else "ok"

@@ -49,7 +49,7 @@ async def serve(model: Any, config: dict[str, Any]) -> None:
         await asyncio.sleep(HEALTH_SECONDS)
     finally:
         server.stop()
-    raise RuntimeError("vLLM's engine core died; its last lines in the log say why")
+    raise RuntimeError("vLLM's engine core died; see the log")
 
 
 def main() -> None:

@@ -75,7 +75,9 @@ class Block(Mediator):
         batcher = self.interleaver.batcher
         batcher.serving += 1
         try:
-            return super().handle(provider, value)
+            value = super().handle(provider, value)
+            batcher.settle()
+            return value
         except Exception as error:
             if not self.alive or hasattr(error, "__intervention_tb__"):
                 raise

@@ -11,6 +11,7 @@ to end: it never awaits, and no two builds interleave.
 from __future__ import annotations
 
 import ast
+import copy
 import io
 import uuid
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from nnsight.intervention.interleaver import Mediator
 from nnsight.intervention.serialization import UnknownPersistentIdError
 from nnsight.intervention.util import clear_shared_locals
 from nnsight.tracing.tracer import dec, inc
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from . import blocks, sources
 from .advice import names_of_siblings, unnamed_saves
@@ -29,6 +31,9 @@ from .requests import BLOCK, SCOPE
 from .said import Said, listening
 from .sources import Scope
 from .tree import difference, envoys_by_id, tag
+
+_encoder = MsgpackEncoder()
+_decoder = MsgpackDecoder(SamplingParams)
 
 NOT_A_TRACE = (
     "The body is not a serialized nnsight trace or edit ({why}); send what "
@@ -117,6 +122,7 @@ class Builder:
         finally:
             sources.release(key)
         for index, param in enumerate(params):
+            _check_sampling(param)
             param.extra_args[BLOCK] = param.extra_args.pop("nnsight_mediator")
             param.extra_args[SCOPE] = [f"{key}.{index}", filename]
             # Each partial output costs this process, and only a watched trace is read as it goes.
@@ -180,6 +186,8 @@ class Builder:
                         )
         except zstandard.ZstdError as error:
             raise BadBodyError(NOT_A_TRACE.format(why=f"it is not a zstd frame: {error}")) from None
+        if not buffer.tell():
+            raise BadBodyError(NOT_A_TRACE.format(why="its zstd frame is empty or cut"))
         return buffer.getvalue()
 
     def _load(self, body: bytes, key: str) -> tuple[Any, str]:
@@ -258,3 +266,17 @@ class Builder:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise BadBodyError(NOT_A_TRACE.format(why=why)) from None
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    """Refuse settings that vLLM's engine core cannot read.
+
+    It reads them on a thread that ends with the first it cannot, and from there on no request is
+    answered: ``max_tokens=1.5`` of one caller is the end of everybody's.
+    """
+    bare = copy.copy(params)
+    bare.extra_args = None
+    try:
+        _decoder.decode(_encoder.encode(bare))
+    except Exception as error:
+        raise TypeError(f"a sampling setting has a value that vLLM cannot take: {error}") from None

@@ -152,7 +152,7 @@ def dumps_to_host(value: Any) -> bytes:
     with contained():
         try:
             _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-        except (pickle.PicklingError, AttributeError, TypeError):
+        except (pickle.PicklingError, AttributeError, TypeError, ImportError):
             # Slower, so only for what the plain pickler refuses.
             buffer = io.BytesIO()
             _HostCloudPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)

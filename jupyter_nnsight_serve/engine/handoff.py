@@ -58,10 +58,16 @@ class LendingBatcher(VLLMBatcher):
 
     def settle(self) -> None:
         """Write lent copies back into the model's buffers."""
-        if self.lent:
-            lent, self.lent = self.lent, []
-            for rows, copy in lent:
-                rows.copy_(copy)
+        if not self.lent:
+            return
+        lent, self.lent = self.lent, []
+        for rows, copy in lent:
+            if copy.shape != rows.shape:
+                raise ValueError(
+                    f"a tensor that was read with shape {tuple(rows.shape)} was given the shape "
+                    f"{tuple(copy.shape)} in place; work on a copy of it: `.clone()`"
+                )
+            rows.copy_(copy)
 
     def _lend(self, rows: torch.Tensor) -> torch.Tensor:
         copy = rows.clone()

@@ -18,6 +18,9 @@ import time
 ENGINE_PID = "JUPYTER_NNSIGHT_SERVE_ENGINE_PID"
 """Environment variable through which workers learn the engine process's pid."""
 
+STARTER_PID = "JUPYTER_NNSIGHT_SERVE_STARTER_PID"
+"""The same for the process that started the engine and holds its lifeline."""
+
 GRACE_SECONDS = 8.0
 """Seconds a stopping engine gets to shut vLLM down before its process group is killed."""
 
@@ -31,6 +34,7 @@ def lead_group() -> None:
     if os.getpgrp() != os.getpid():
         os.setpgrp()
     os.environ[ENGINE_PID] = str(os.getpid())
+    os.environ[STARTER_PID] = str(os.getppid())
 
 
 def watch_starter(fd: int, socket: str) -> None:
@@ -81,10 +85,19 @@ def end_group() -> None:
 
 
 def watch_engine() -> None:
-    """In a worker: kill the process group once the engine process is gone."""
-    pid = int(os.environ.get(ENGINE_PID, "0"))
-    if not pid or pid == os.getpid():
-        return
+    """In a worker: kill the process group once the engine process is gone.
+
+    The starter is watched too: an engine process that cannot run its own threads, because a
+    caller's code holds the interpreter, does not see the end of its lifeline.
+    """
+    engine = int(os.environ.get(ENGINE_PID, "0"))
+    if engine and engine != os.getpid():
+        _when_gone(engine, 0.0)
+        _when_gone(int(os.environ[STARTER_PID]), GRACE_SECONDS + 1.0)
+
+
+def _when_gone(pid: int, grace: float) -> None:
+    """Kill the process group ``grace`` seconds after the end of process ``pid``."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -93,6 +106,7 @@ def watch_engine() -> None:
 
     def wait() -> None:
         select.select([pidfd], [], [])
+        time.sleep(grace)
         end_group()
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

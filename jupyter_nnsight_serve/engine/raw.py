@@ -135,7 +135,7 @@ class Encoder:
         buffer = io.BytesIO()
         try:
             _Pickler(buffer, self).dump(value)
-        except (pickle.PicklingError, AttributeError, TypeError):
+        except (pickle.PicklingError, AttributeError, TypeError, ImportError):
             buffer = io.BytesIO()
             _CloudPickler(buffer, self).dump(value)
         self.pickles.append({"offset": self._offset, "nbytes": buffer.tell()})

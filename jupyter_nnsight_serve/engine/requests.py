@@ -100,7 +100,7 @@ class ServeRequests(Requests):
                 continue
             try:
                 sizes.check(request.saves(), max_bytes)
-            except sizes.SaveTooLargeError as error:
+            except Exception as error:
                 request.error = request.error or sources.capture_exception(error)
                 request.mediator.nnsight_saved = set()
                 request.mediator.presaved = set()

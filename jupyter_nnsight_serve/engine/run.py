@@ -93,9 +93,11 @@ class Runner:
         except EngineDeadError:
             raise EngineDownError(
                 "The engine died while this trace was running; it was not run again. "
-                "Try again once the server's status is ready."
+                "The server's status tells what became of the engine."
             ) from None
         except Exception as error:
+            if not str(error) and isinstance(error.__cause__, Exception):
+                error = error.__cause__
             # vLLM refused a request (a prompt that is too long, say): as on an in-process engine
             # the whole trace fails with it.
             return Outcome(error=capture_exception(error), said=trace.said.collect())

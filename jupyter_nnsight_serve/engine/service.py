@@ -90,12 +90,17 @@ class Engine:
         except sizes.SaveTooLargeError as error:
             outcome, total = outcome.failed(error), 0
         try:
-            if total > THREAD_BYTES:
-                return outcome, await asyncio.to_thread(encode, outcome)
-            return outcome, encode(outcome)
+            parts = (
+                await asyncio.to_thread(encode, outcome)
+                if total > THREAD_BYTES
+                else encode(outcome)
+            )
+            # What the look at the saves did not count, such as long lists of numbers.
+            sizes.check_encoded(sum(map(len, parts)), self.max_response_bytes)
         except Exception as error:
             outcome = outcome.failed(error)
-            return outcome, encode(outcome)
+            parts = encode(outcome)
+        return outcome, parts
 
     async def register(
         self, edit_id: str, body: bytes, compressed: bool, name: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ class SaveTooLargeError(Exception):
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of the elements of all tensors in ``value``, each tensor counted once.
+    """Bytes of all tensors, arrays, strings and bytes in ``value``, each counted once.
 
     Looks through containers and the attributes of objects; a view counts its own elements, as
     only those are sent.
@@ -22,18 +23,30 @@ def nbytes(value: Any) -> int:
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        if id(item) in seen or isinstance(item, (str, bytes, int, float, type)):
+        if id(item) in seen or isinstance(item, (int, float, type)):
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             total += _elements(item) * item.element_size()
+        elif isinstance(item, (str, bytes, bytearray)):
+            total += len(item)
         elif isinstance(item, dict):
             waiting.extend(item.values())
         elif isinstance(item, (list, tuple, set, frozenset)):
             waiting.extend(item)
+        elif isinstance(getattr(type(item), "nbytes", None), property | GetSetDescriptorType):
+            total += int(item.nbytes)
         elif not callable(item):
-            waiting.extend(getattr(item, "__dict__", {}).values())
+            waiting.extend(_attributes(item))
     return total
+
+
+def _attributes(item: Any) -> list[Any]:
+    """The values of an object's own attributes; none where its class does not give them."""
+    try:
+        return list(vars(item).values())
+    except Exception:
+        return []
 
 
 def _elements(tensor: torch.Tensor) -> int:
@@ -62,3 +75,16 @@ def check(saves: dict[str, Any], limit: int) -> int:
             "traces."
         )
     return total
+
+
+ENVELOPE_BYTES = 2**20
+"""Bytes that a result may take besides its saves."""
+
+
+def check_encoded(size: int, limit: int) -> None:
+    """Refuse an encoded result that is larger than its saves were let be."""
+    if size > limit + ENVELOPE_BYTES:
+        raise SaveTooLargeError(
+            f"this trace's result is {size} bytes once encoded, and this server sends at most "
+            f"{limit} (max_response_bytes). Save less, or use several traces."
+        )

@@ -31,7 +31,7 @@ def encode(outcome: Outcome) -> memoryview:
     buffer = io.BytesIO()
     try:
         torch.save(result, buffer)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, TypeError, ImportError):
         # An instance of a class that exists only in the caller's notebook travels with its class.
         buffer = io.BytesIO()
         torch.save(result, buffer, pickle_module=cloudpickle)

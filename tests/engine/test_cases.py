@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -581,3 +582,74 @@ def test_a_trace_inside_a_block_is_refused(where: str, model: Any, smollm2: Serv
                 with tracer.invoke(PROMPT):
                     logits = model.logits.save()
     assert smollm2.status()["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("max_tokens", 1.5), ("top_k", 2.5), ("seed", 1.5), ("seed", 2**70)]
+)
+def test_a_sampling_value_of_the_wrong_kind_is_its_callers_error(
+    setting: str, value: Any, model: Any, smollm2: Server
+) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"\w+Error: .+"),
+        model.trace(PROMPT, **{"temperature": 0.5, setting: value}, **smollm2.where),
+    ):
+        model.logits.save()
+    with model.trace(PROMPT, **ONE, **smollm2.where):
+        logits = model.logits.save()
+    assert logits.shape == (1, 49152)
+
+
+@pytest.mark.parametrize("how", ["transpose", "resize", "shrink", "data", "logits"])
+def test_reshaping_what_was_read_in_place_is_an_error_in_the_block(
+    how: str, model: Any, smollm2: Server
+) -> None:
+    before = smollm2.status()["since"]
+    with (
+        pytest.raises(
+            RuntimeError, match=r"ValueError: a tensor that was read .* in place"
+        ) as caught,
+        model.trace(PROMPT, **ONE, **smollm2.where),
+    ):
+        hidden = model.model.layers[0].output[0]
+        if how == "transpose":
+            hidden.t_()
+        elif how == "resize":
+            hidden.resize_(50, 50)
+        elif how == "shrink":
+            hidden.resize_(1)
+        elif how == "data":
+            hidden.data = torch.zeros(7, 3)
+        else:
+            model.logits.resize_(5, 5)
+        logits = model.logits.save()
+    assert "test_cases.py" in str(caught.value)
+    status = smollm2.status()
+    assert (status["state"], status["since"]) == ("ready", before)
+    assert status["requests"]["tracked"] == 0
+
+
+class Opaque:
+    """Its attributes cannot be looked at."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("no")
+
+
+def test_functions_and_odd_objects_can_be_saved_or_say_why_not(model: Any, smollm2: Server) -> None:
+    with model.trace(PROMPT, **ONE, **smollm2.where):
+        twice = nnsight.save(lambda x: x * 2)
+        logits = model.logits.save()
+    assert twice(4) == 8
+    this = sys.modules[__name__]
+    nnsight.register(this)
+    try:
+        with (
+            contextlib.suppress(RuntimeError),
+            model.trace(PROMPT, **ONE, **smollm2.where),
+        ):
+            opaque = nnsight.save(Opaque())
+    finally:
+        cloudpickle.unregister_pickle_by_value(this)
+    assert smollm2.status()["requests"]["tracked"] == 0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Server
+from conftest import Server, stock_client
 
 GONE_SECONDS = 15
 
@@ -59,6 +61,34 @@ def test_no_process_is_left(number: signal.Signals, tiny_path: str, tmp_path: Pa
     finally:
         if server.process.poll() is None:
             server.process.kill()
+
+
+def test_no_process_is_left_when_callers_code_holds_the_interpreter(
+    tiny_path: str, tmp_path: Path
+) -> None:
+    """The engine process's own threads cannot run then, so they cannot see that Jupyter is gone."""
+    model = stock_client(tiny_path)
+    server = Server(tiny_path, tmp_path)
+    try:
+        server.wait_ready()
+        processes = engine_processes(server)
+
+        def hold() -> None:
+            with (
+                contextlib.suppress(Exception),
+                model.trace(max_tokens=1, **server.where) as tracer,
+            ):
+                total = sum(range(10**10))
+                with tracer.invoke([5, 6, 7]):
+                    logits = model.logits.save()
+
+        threading.Thread(target=hold, daemon=True).start()
+        time.sleep(3)
+        server.process.kill()
+        _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        server.stop()
 
 
 def test_an_engine_process_that_is_killed_takes_its_workers_along(

@@ -113,6 +113,32 @@ def test_saves_over_the_limit_are_refused_with_the_largest(tiny: Any, server: Se
         states = tracer.cache()
 
 
+@pytest.mark.parametrize("kind", ["array", "bytes", "text", "numbers"])
+def test_whatever_is_large_is_refused(kind: str, tiny: Any, server: Server) -> None:
+    with (
+        pytest.raises(RuntimeError, match="SaveTooLargeError"),
+        tiny.trace(MODERATE, **ONE, **server.where),
+    ):
+        import numpy as np
+
+        large = nnsight.save(
+            {
+                "array": np.zeros(300_000),
+                "bytes": b"x" * 2_000_000,
+                "text": "x" * 2_000_000,
+                "numbers": list(range(600_000)),
+            }[kind]
+        )
+        little = tiny.logits.save()
+
+
+def test_a_sparse_tensor_counts_what_it_stores(tiny: Any, server: Server) -> None:
+    with tiny.trace(MODERATE, **ONE, **server.where):
+        sparse = torch.sparse_coo_tensor([[1], [2]], [3.0], (100_000, 100_000)).save()
+    assert sparse.shape == (100_000, 100_000)
+    assert float(sparse.coalesce().values()[0]) == 3.0
+
+
 def test_invokes_that_are_too_large_together_are_refused(tiny: Any, server: Server) -> None:
     with (
         pytest.raises(RuntimeError, match="SaveTooLargeError"),

@@ -289,6 +289,17 @@ class TestOutput:
         output.feed(b"".join(b"%d\n" % number for number in range(1000)))
         assert list(output.lines) == [str(number) for number in range(600, 1000)]
 
+    def test_what_vllm_dumps_of_requests_is_left_out(self) -> None:
+        output, _ = self.make()
+        output.feed(
+            b"ERROR 12-01 [dump_input.py:79] Dumping scheduler output for model execution: "
+            b"SchedulerOutput(extra_args={'serve_block': b'secret'})\n"
+            b"x {'serve_block': b'secret'}\n"
+        )
+        assert len(output.lines) == 2
+        assert not any("secret" in line for line in output.lines)
+        assert "model execution: [left out" in output.lines[0]
+
     def test_cause_without_an_exception_is_the_last_error_or_line(self) -> None:
         output, _ = self.make()
         assert output.cause() == ""
