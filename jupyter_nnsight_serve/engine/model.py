@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import platform
 from importlib import metadata
 from typing import Any
@@ -46,6 +47,9 @@ def load(config: dict[str, Any]) -> Any:
         The configuration names something that does not exist or contradicts itself.
     """
     events.stage("importing vLLM and nnsight")
+    # vLLM forks its processes unless it knows that CUDA is in use here, and a fork of a process in
+    # which anything has touched CUDA cannot use it.
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     compat.apply()
     from nnsight.modeling.vllm import VLLM
     from vllm.engine.arg_utils import AsyncEngineArgs
