@@ -75,6 +75,11 @@ class Published:
         return buffer.getvalue()
 
     @cached_property
+    def tokenizer_id(self) -> str:
+        """What two tokenizers with the same files share."""
+        return hashlib.sha256(self.tokenizer).hexdigest()
+
+    @cached_property
     def etag(self) -> str:
         """Changes with anything that `description` tells."""
         told = json.dumps(self.description, sort_keys=True).encode()
@@ -100,7 +105,7 @@ class Published:
                 **values,
             },
             "tokenizer": {
-                "id": hashlib.sha256(self.tokenizer).hexdigest(),
+                "id": self.tokenizer_id,
                 "bytes": len(self.tokenizer),
             },
         }

@@ -47,6 +47,11 @@ class Handler(web.RequestHandler):
         else:
             self.chunks.append(chunk)
 
+    @property
+    def compressed(self) -> bool:
+        """Whether the body is a zstd frame, as nnsight's clients say it."""
+        return self.request.headers.get("nnsight-compress", "").lower() == "true"
+
     def body(self) -> bytes:
         """The whole body."""
         if self.received > self.engine.max_request_bytes:
@@ -96,7 +101,7 @@ class GenerateHandler(Handler):
         self.task = asyncio.ensure_future(
             self.engine.generate(
                 self.body(),
-                headers.get("nnsight-compress", "").lower() == "true",
+                self.compressed,
                 encode_raw if framed else encode_stock,
                 progress if watched else None,
             )
@@ -191,8 +196,7 @@ class EditHandler(Handler):
     async def put(self, edit_id: str) -> None:
         name = self.get_query_argument("name", None)
         try:
-            compressed = self.request.headers.get("nnsight-compress", "").lower() == "true"
-            warnings = await self.engine.register(edit_id, self.body(), compressed, name)
+            warnings = await self.engine.register(edit_id, self.body(), self.compressed, name)
         except EngineError:
             raise
         except Exception as error:

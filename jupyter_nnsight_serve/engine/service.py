@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -145,8 +144,8 @@ class Engine:
 
     async def tokenizer(self) -> tuple[str, bytes]:
         """The tokenizer's id and its files as a zip archive."""
-        archive = await asyncio.to_thread(lambda: self.published.tokenizer)
-        return hashlib.sha256(archive).hexdigest(), archive
+        identity = await asyncio.to_thread(lambda: self.published.tokenizer_id)
+        return identity, self.published.tokenizer
 
     async def _workers(self, method: str, *args: Any) -> list[Any]:
         """Call ``method`` on every worker."""
