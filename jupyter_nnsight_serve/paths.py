@@ -48,4 +48,8 @@ def advice(path: str, base_url: str) -> str:
             f"{sentence}. With serve= give this server's address up to and including "
             f"{base_url} and nothing behind it: nnsight appends the rest."
         )
+    if not path.startswith(base_url):
+        return (
+            f"{sentence}. This server's base URL is {base_url}: give it with the server's address."
+        )
     return sentence + "."

@@ -136,3 +136,10 @@ async def test_other_paths_stay_jupyters(extension: NNsightServe, ask: Ask) -> N
 
 def test_advice_cuts_long_paths() -> None:
     assert len(advice("/nnsight/" + "x" * 10_000, "/")) < 700
+
+
+def test_advice_names_the_base_url_that_was_left_out() -> None:
+    said = advice("/nnsight/model", "/some/base/")
+    assert "GET /some/base/nnsight/model" in said
+    assert "base URL is /some/base/" in said
+    assert "base URL" not in advice("/some/base/nnsight/modle", "/some/base/")
