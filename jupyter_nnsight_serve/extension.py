@@ -83,6 +83,18 @@ class NNsightServe(ExtensionApp):
         of its answer.""",
     ).tag(config=True)
 
+    restart_backoff = Float(
+        1.0,
+        help="""Seconds before an engine that died is started again. Doubled with each restart of
+        the last hour, to 60 seconds at most.""",
+    ).tag(config=True)
+
+    max_restarts = Int(
+        5,
+        help="""How often within an hour an engine that died is started again; one more death, and
+        it stays failed until an admin starts it.""",
+    ).tag(config=True)
+
     engine_command = List(
         Unicode(),
         list(DEFAULT_COMMAND),
@@ -131,13 +143,13 @@ class NNsightServe(ExtensionApp):
             max_request_bytes=self.max_request_bytes,
             max_response_bytes=self.max_response_bytes,
             trace_timeout=self.trace_timeout,
+            restart_backoff=self.restart_backoff,
+            max_restarts=self.max_restarts,
             engine_command=list(self.engine_command),
         )
         self.edits = EditBook()
         self.admission = Admission(log)
-        self.supervisor = EngineSupervisor(
-            settings, self.serverapp.runtime_dir, log, on_gone=self.edits.forget_all
-        )
+        self.supervisor = EngineSupervisor(settings, self.serverapp.runtime_dir, log)
         self._judge(settings)
         self.settings.update(
             {

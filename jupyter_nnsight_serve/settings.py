@@ -48,6 +48,8 @@ class EngineSettings:
     max_request_bytes: int = 2**30
     max_response_bytes: int = 4 * 2**30
     trace_timeout: float = 600.0
+    restart_backoff: float = 1.0
+    max_restarts: int = 5
     engine_command: list[str] = field(default_factory=lambda: list(DEFAULT_COMMAND))
 
     @property
@@ -87,6 +89,11 @@ class EngineSettings:
                 raise SettingError(
                     f"c.NNsightServe.{name} is {getattr(self, name)!r} and must be a number of "
                     f"{unit} above zero."
+                )
+        for name in ("restart_backoff", "max_restarts"):
+            if getattr(self, name) < 0:
+                raise SettingError(
+                    f"c.NNsightServe.{name} is {getattr(self, name)!r} and must not be below zero."
                 )
         _check_taps(self)
         _check_device(self)

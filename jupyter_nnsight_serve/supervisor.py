@@ -1,4 +1,4 @@
-"""`EngineSupervisor`: starts, watches and stops the engine process.
+"""`EngineSupervisor`: starts, watches, restarts and stops the engine process.
 
 The engine is a session and process group of its own, so that a Ctrl-C meant for Jupyter does not
 reach it and so that all of it, EngineCore and workers too, can be killed by one number. Its stdin
@@ -17,7 +17,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,13 @@ _SOCKET_PATH_BYTES = 100
 
 RETRY_SECONDS = 10
 
+# How long a restart counts against `max_restarts`, and the longest pause before one.
+RESTART_WINDOW_SECONDS = 3600.0
+MAX_BACKOFF_SECONDS = 60.0
+
+# Seconds in which the exit of an engine whose connection broke is reported.
+LOST_SECONDS = 3.0
+
 # The engine runs code of the callers, so the tokens of this server are not in its environment.
 _TOKEN_VARIABLES = ("JUPYTER_TOKEN", "JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN")
 
@@ -52,7 +60,7 @@ class Status:
     since
         Unix time in seconds at which it came to this state.
     reason
-        Why it is stopped or failed.
+        Why it is stopped or failed; of a starting engine, why the one before it ended.
     stage
         What a starting engine is at.
     """
@@ -74,8 +82,8 @@ class EngineSupervisor:
         Where the directory of the engine's socket is made.
     log
         Gets the engine's log, each line marked.
-    on_gone
-        Called whenever an engine process has ended.
+    on_up
+        Awaited when an engine has loaded, before it counts as ready; gets its HTTP.
     """
 
     def __init__(
@@ -83,12 +91,12 @@ class EngineSupervisor:
         settings: EngineSettings,
         runtime_dir: str,
         log: logging.Logger | logging.LoggerAdapter[Any],
-        on_gone: Callable[[], None] = lambda: None,
+        on_up: Callable[[Upstream], Awaitable[None]] | None = None,
     ) -> None:
         self._settings = settings
         self._runtime_dir = runtime_dir
         self._log = log
-        self._on_gone = on_gone
+        self._on_up = on_up
         self._transport: asyncio.SubprocessTransport | None = None
         self._exited: asyncio.Event | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -96,6 +104,13 @@ class EngineSupervisor:
         self._socket_dir: str | None = None
         self._output: EngineOutput | None = None
         self._upstream: Upstream | None = None
+        self._raising: asyncio.Task[None] | None = None
+        self._failing: asyncio.Task[None] | None = None
+        self._restart: asyncio.TimerHandle | None = None
+        self._restarts: deque[float] = deque()
+        # Whether an engine with these settings has been ready, and what this one says it failed of.
+        self._proven = False
+        self._told: str | None = None
         self._set(Status("stopped", time.time(), reason="it has not been started"))
 
     @property
@@ -112,7 +127,14 @@ class EngineSupervisor:
         """Start the engine, and return at once. A second call while it runs is a no-op."""
         if self._stopping is not None or self.status.state in ("starting", "ready"):
             return
-        self._set(Status("starting", time.time(), stage="starting the process"))
+        self._restarts.clear()
+        self._begin_start(None)
+
+    def _begin_start(self, reason: str | None) -> None:
+        """Start the engine; `reason` is why the one before it ended."""
+        self._restart = None
+        self._told = None
+        self._set(Status("starting", time.time(), reason, stage="starting the process"))
         self._starting = asyncio.ensure_future(self._start())
 
     def fail(self, reason: str) -> None:
@@ -132,6 +154,12 @@ class EngineSupervisor:
         if status.state == "starting":
             seconds = int(time.time() - status.since)
             name = self._settings.display_name
+            if reason:
+                return EngineUnavailable(
+                    f"The engine died: {reason}. It is restarting ({status.stage}, {seconds} s so "
+                    f"far); what was running is not run again, so try again in {RETRY_SECONDS} s.",
+                    RETRY_SECONDS,
+                )
             return EngineUnavailable(
                 f"The engine is still loading {name} ({status.stage}, {seconds} s so far); "
                 f"try again in {RETRY_SECONDS} s.",
@@ -156,11 +184,7 @@ class EngineSupervisor:
         The connection of a dying engine breaks some milliseconds before its exit is reported.
         """
         if self._exited is not None and self.status.state == "ready":
-            try:
-                async with asyncio.timeout(1.0):
-                    await self._exited.wait()
-            except TimeoutError:
-                pass
+            await _wait(self._exited, LOST_SECONDS)
         return self.unavailable()
 
     async def stop(self) -> None:
@@ -222,22 +246,36 @@ class EngineSupervisor:
         self._log.info("Engine: started %s as process %d", self._settings.model, self.pid)
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """An event of the engine. None is believed once it is ready: then client code may print."""
-        if self.status.state != "starting" or self._stopping is not None:
+        """An event of the engine. None is believed once it has loaded: then callers' code prints."""
+        if self.status.state != "starting" or self._stopping or self._raising is not None:
             return
         if event.get("event") == "stage":
             stage = str(event.get("stage", ""))
-            self._set(Status("starting", self.status.since, stage=stage))
+            self._set_stage(stage)
             self._log.info("Engine: %s", stage)
         elif event.get("event") == "ready":
+            self._raising = asyncio.ensure_future(self._raise())
+        elif event.get("event") == "failed":
+            self._told = str(event.get("reason") or "it gave no reason")
+            self._failing = asyncio.ensure_future(self._end_process())
+
+    async def _raise(self) -> None:
+        """The engine has loaded: have done what comes before the first trace, then open it."""
+        assert self._upstream is not None
+        upstream = self._upstream
+        try:
+            if self._on_up is not None:
+                await self._on_up(upstream)
+        except Exception:
+            self._log.exception("Engine: what comes before the first trace failed")
+        if self.status.state == "starting" and self._upstream is upstream:
             seconds = time.time() - self.status.since
+            self._proven = True
             self._set(Status("ready", time.time()))
             self._log.info("Engine: ready after %.1f s", seconds)
-        elif event.get("event") == "failed":
-            told = str(event.get("reason") or "it gave no reason")
-            self.fail(told if self._output is None else self._output.reason(told))
-            self._log.error("Engine: failed: %s", self.status.reason)
-            self._begin_stop()
+
+    def _set_stage(self, stage: str) -> None:
+        self._set(Status("starting", self.status.since, self.status.reason, stage))
 
     # Ending
 
@@ -252,15 +290,37 @@ class EngineSupervisor:
         code = transport.get_returncode()
         transport.close()
         self._remove_socket_dir()
-        if self.status.state in ("starting", "ready"):
-            self.fail(f"the engine process {_ending(code)}{output.cause()}")
-            self._log.error("Engine: failed: %s", self.status.reason)
+        self._raising = None
+        if self.status.state in ("starting", "ready") and self._stopping is None:
+            if self._told is None:
+                self._died(f"the engine process {_ending(code)}{output.cause()}")
+            else:
+                self._died(output.reason(self._told))
         self._exited.set()
-        self._on_gone()
+
+    def _died(self, reason: str) -> None:
+        """The engine ended without being told to: restart it, or say why not."""
+        now = time.monotonic()
+        while self._restarts and self._restarts[0] < now - RESTART_WINDOW_SECONDS:
+            self._restarts.popleft()
+        if not self._proven or len(self._restarts) >= self._settings.max_restarts:
+            if self._restarts:
+                reason = f"{reason} (it was restarted {len(self._restarts)} times within an hour)"
+            self.fail(reason)
+            self._log.error("Engine: failed: %s", reason)
+            return
+        pause = min(self._settings.restart_backoff * 2 ** len(self._restarts), MAX_BACKOFF_SECONDS)
+        self._restarts.append(now)
+        self._log.error("Engine: died: %s; restarting in %g s", reason, pause)
+        self._set(Status("starting", time.time(), reason, f"restarting in {pause:g} s"))
+        self._restart = asyncio.get_running_loop().call_later(pause, self._begin_start, reason)
 
     def _begin_stop(self) -> asyncio.Task[None]:
         """The one stop that is under way."""
         if self._stopping is None:
+            if self._restart is not None:
+                self._restart.cancel()
+                self._restart = None
             if self.status.state != "failed":
                 self._set(Status("stopped", time.time(), reason="it was stopped"))
             self._stopping = asyncio.ensure_future(self._stop())
@@ -270,18 +330,24 @@ class EngineSupervisor:
         try:
             if self._starting is not None:
                 await asyncio.wait([self._starting])
-            if self._transport is not None and self._exited is not None:
-                lifeline = self._transport.get_pipe_transport(0)
-                if lifeline is not None:
-                    lifeline.close()
-                self._signal(signal.SIGTERM)
-                if not await _wait(self._exited, GRACE_SECONDS):
-                    self._log.warning("Engine: killed, for it did not stop in %g s", GRACE_SECONDS)
-                    self._kill_group(signal.SIGKILL)
-                    await _wait(self._exited, KILL_SECONDS)
+            await self._end_process()
             self._remove_socket_dir()
         finally:
             self._stopping = None
+
+    async def _end_process(self) -> None:
+        """End the engine process, if there is one; returns when it is gone."""
+        exited = self._exited
+        if self._transport is None or exited is None:
+            return
+        lifeline = self._transport.get_pipe_transport(0)
+        if lifeline is not None:
+            lifeline.close()
+        self._signal(signal.SIGTERM)
+        if not await _wait(exited, GRACE_SECONDS):
+            self._log.warning("Engine: killed, for it did not stop in %g s", GRACE_SECONDS)
+            self._kill_group(signal.SIGKILL)
+            await _wait(exited, KILL_SECONDS)
 
     def _stop_now(self) -> None:
         """Stop the engine without a loop, when the interpreter ends and nobody called `stop`.

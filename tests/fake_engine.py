@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--fail", help="fail with this reason after loading")
+    parser.add_argument("--fail-when", help="fail with the text of this file when it is there")
     parser.add_argument("--exit", type=int, help="end with this code after loading")
     parser.add_argument("--say", action="append", default=[], help="print this line first")
     parser.add_argument("--long-line", type=int, default=0, help="print a line of this many bytes")
@@ -254,8 +255,12 @@ async def main() -> None:
     for stage in ("reading config", "loading weights"):
         event(event="stage", stage=stage)
         await asyncio.sleep(arguments.load_seconds / 2)
-    if arguments.fail:
-        event(event="failed", reason=arguments.fail)
+    fail = arguments.fail
+    if arguments.fail_when and os.path.exists(arguments.fail_when):
+        with open(arguments.fail_when, encoding="utf-8") as file:
+            fail = file.read()
+    if fail:
+        event(event="failed", reason=fail)
         await asyncio.sleep(60)
     if arguments.exit is not None:
         sys.exit(arguments.exit)

@@ -91,7 +91,7 @@ def test_no_process_is_left_when_callers_code_holds_the_interpreter(
         server.stop()
 
 
-def test_an_engine_process_that_is_killed_takes_its_workers_along(
+def test_an_engine_process_that_is_killed_takes_its_workers_along_and_comes_back(
     tiny_path: str, tmp_path: Path
 ) -> None:
     server = Server(tiny_path, tmp_path)
@@ -103,12 +103,17 @@ def test_an_engine_process_that_is_killed_takes_its_workers_along(
         _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
         deadline = time.monotonic() + 5
-        while server.status()["state"] != "failed":
+        while server.status()["state"] != "starting":
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert "SIGKILL" in server.status()["reason"]
         code, answer = server.get("/nnsight/generate", "POST", b"x")
         assert code == 503
-        assert "SIGKILL" in answer["detail"]
+        assert "SIGKILL" in answer["detail"] and "restarting" in answer["detail"]
+        server.wait_ready()
+        model = stock_client(tiny_path)
+        with model.trace([5, 6, 7], max_tokens=1, **server.where):
+            logits = model.logits.save()
+        assert logits.shape[0] == 1
     finally:
         server.stop()

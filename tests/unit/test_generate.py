@@ -158,8 +158,10 @@ async def test_dying_engine_is_told_at_once_to_whoever_waits(ready: NNsightServe
         answers = [killer, *await asyncio.gather(*waiting)]
     for answer in answers:
         assert answer.code == 503
-        assert "ended with exit code 3" in said(answer)
-    assert ready.supervisor.status.state == "failed"
+        assert "The engine died: the engine process ended with exit code 3" in said(answer)
+        assert "It is restarting" in said(answer) and answer.headers["Retry-After"] == "10"
+    await wait_state(ready, "ready")
+    assert (await ask(PATHS[1], "POST", body=b"a block")).body == b"got 7 bytes"
 
 
 async def test_engine_that_dies_in_the_middle_of_an_answer_breaks_the_connection(
@@ -174,7 +176,7 @@ async def test_engine_that_dies_in_the_middle_of_an_answer_breaks_the_connection
         with pytest.raises(asyncio.IncompleteReadError) as caught:
             await raw.answer()
     assert len(caught.value.partial) == 2**19
-    await wait_state(ready, "failed")
+    await wait_state(ready, "starting")
 
 
 async def test_engine_that_dies_while_a_body_is_sent_is_told_at_once(

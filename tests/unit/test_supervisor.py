@@ -19,6 +19,7 @@ from jupyter_nnsight_serve.engine_output import EngineOutput
 from jupyter_nnsight_serve.errors import EngineUnavailable, without_paths
 from jupyter_nnsight_serve.settings import EngineSettings
 from jupyter_nnsight_serve.supervisor import EngineSupervisor
+from jupyter_nnsight_serve.upstream import Upstream
 
 from .jupyter_process import fake_command, gone
 
@@ -28,13 +29,20 @@ LOG = logging.getLogger("test-supervisor")
 
 @asynccontextmanager
 async def supervised(
-    tmp_path: Path, *arguments: str, command: list[str] | None = None, **options: Any
+    tmp_path: Path,
+    *arguments: str,
+    command: list[str] | None = None,
+    backoff: float = 1.0,
+    max_restarts: int = 5,
+    **options: Any,
 ) -> AsyncIterator[EngineSupervisor]:
     """A supervisor that has started its engine, and stops it in the end."""
     settings = EngineSettings(
         model="fake/model",
         engine_command=command
         or fake_command("--record", str(tmp_path / "record.jsonl"), *arguments),
+        restart_backoff=backoff,
+        max_restarts=max_restarts,
     )
     supervisor = EngineSupervisor(settings, str(tmp_path / "run"), LOG, **options)
     supervisor.start()
@@ -47,6 +55,12 @@ async def supervised(
 async def until(supervisor: EngineSupervisor, state: str, seconds: float = 10) -> None:
     async with asyncio.timeout(seconds):
         while supervisor.status.state != state:
+            await asyncio.sleep(0.01)
+
+
+async def until_not(supervisor: EngineSupervisor, state: str) -> None:
+    async with asyncio.timeout(5):
+        while supervisor.status.state == state:
             await asyncio.sleep(0.01)
 
 
@@ -193,27 +207,84 @@ async def test_engine_that_ends_is_failed_with_code_and_cause(
         "INFO 12-01 10:00:00 [x.py:1] bye",
     ]
     says = [part for line in lines for part in ("--say", line)]
-    ended: list[bool] = []
-    async with supervised(
-        tmp_path, "--exit", "3", "--grandchild", *says, on_gone=lambda: ended.append(True)
-    ) as supervisor:
+    async with supervised(tmp_path, "--exit", "3", "--grandchild", *says) as supervisor:
         await until(supervisor, "failed")
         assert supervisor.status.reason == (
             "the engine process ended with exit code 3: ValueError: too little memory"
         )
         await until_gone(record("grandchild")[0]["pid"])
         assert list((tmp_path / "run").iterdir()) == []
-        assert ended == [True]
 
 
-async def test_engine_that_is_killed_is_failed_with_the_signal(tmp_path: Path) -> None:
-    async with supervised(tmp_path) as supervisor:
+async def test_engine_that_dies_is_started_again_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    up: list[str] = []
+
+    async def note(upstream: Upstream) -> None:
+        assert supervisor.status.state == "starting"
+        assert (await upstream.ask("GET", "/health", 5))[0] == 200
+        up.append(upstream.path)
+
+    async with supervised(tmp_path, backoff=0.3, on_up=note) as supervisor:
         await until(supervisor, "ready")
-        assert supervisor.pid is not None
-        os.kill(supervisor.pid, signal.SIGSEGV)
+        first = supervisor.pid
+        assert first is not None
+        os.kill(first, signal.SIGSEGV)
+        await until(supervisor, "starting")
+        died = "the engine process was killed by SIGSEGV"
+        assert (supervisor.status.reason or "").startswith(died)
+        assert supervisor.status.stage == "restarting in 0.3 s"
+        assert supervisor.unavailable().message.startswith(f"The engine died: {died}")
+        await until(supervisor, "ready")
+        assert supervisor.pid not in (None, first)
+        assert (supervisor.status.reason, supervisor.status.stage) == (None, None)
+        assert len(set(up)) == 2
+    assert f"Engine: died: {died}" in caplog.text
+
+
+async def test_engine_that_keeps_dying_stays_failed(tmp_path: Path) -> None:
+    async with supervised(tmp_path, backoff=0.01, max_restarts=2) as supervisor:
+        for _ in range(3):
+            await until(supervisor, "ready")
+            assert supervisor.pid is not None
+            os.kill(supervisor.pid, signal.SIGKILL)
+            await until_not(supervisor, "ready")
         await until(supervisor, "failed")
-        assert supervisor.status.reason is not None
-        assert supervisor.status.reason.startswith("the engine process was killed by SIGSEGV")
+        assert (supervisor.status.reason or "").endswith(
+            "(it was restarted 2 times within an hour)"
+        )
+        supervisor.start()
+        await until(supervisor, "ready")
+
+
+async def test_engine_that_cannot_be_loaded_again_is_tried_again(
+    tmp_path: Path, record: Record
+) -> None:
+    fails = tmp_path / "fails"
+    async with supervised(
+        tmp_path, "--fail-when", str(fails), backoff=0.2, max_restarts=3
+    ) as supervisor:
+        await until(supervisor, "ready")
+        fails.write_text("no memory left on the device")
+        os.kill(supervisor.pid or 0, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while "no memory left" not in (supervisor.status.reason or ""):
+                await asyncio.sleep(0.01)
+        fails.unlink()
+        await until(supervisor, "ready")
+    assert len(record("started")) >= 3
+
+
+async def test_stop_between_two_engines_starts_no_further(tmp_path: Path, record: Record) -> None:
+    async with supervised(tmp_path, backoff=0.3) as supervisor:
+        await until(supervisor, "ready")
+        os.kill(supervisor.pid or 0, signal.SIGKILL)
+        await until_not(supervisor, "ready")
+        await supervisor.stop()
+        await asyncio.sleep(0.5)
+        assert supervisor.status.state == "stopped"
+    assert len(record("started")) == 1
 
 
 async def test_command_that_cannot_be_run_is_a_failure(tmp_path: Path) -> None:
