@@ -14,6 +14,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jupyter_server.auth.decorator import authorized
@@ -24,9 +25,10 @@ from tornado import web
 from tornado.http1connection import HTTP1Connection
 
 from .admission import Admission
+from .authorizer import ACTIONS, AUTH_RESOURCE, Rules
 from .edits import EditBook
 from .errors import NotAllowed, WrongMethod, body_of, message_of
-from .identity import AUTH_RESOURCE, Caller, adopt_api_key, caller_of, refusal
+from .identity import Caller, adopt_api_key, caller_of, refusal
 from .settings import EngineSettings
 from .supervisor import EngineSupervisor
 
@@ -42,16 +44,52 @@ UNAUTHORIZED = (
     f"for access to the resource {AUTH_RESOURCE!r}."
 )
 
+# What a caller is told who may not do it, by permission.
+MISSING = {
+    "read": (
+        "You are signed in, but this server does not let you use its nnsight engine; ask its "
+        "admin to let you trace (c.NNsightServe.tracers)."
+    ),
+    "trace": (
+        "You are signed in, but this server does not let you run traces; ask its admin to let "
+        "you (c.NNsightServe.tracers)."
+    ),
+    "edit": (
+        "You are signed in, but this server does not let you install edits; ask its admin to let "
+        "you (c.NNsightServe.editors)."
+    ),
+    "admin": "Only an admin of this server's nnsight engine may do that (c.NNsightServe.admins).",
+}
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def allowed_to(action: str) -> Callable[[_Method], _Method]:
-    """Jupyter's `authorized` for this resource.
+def allowed_to(permission: str) -> Callable[[_Method], _Method]:
+    """Let an async method of a handler run only for who has a permission.
 
-    Without arguments `authorized` takes the action from the first request it sees and keeps it.
+    Jupyter's authorizer is asked, and then the rules of the settings, so that an authorizer that
+    allows everything makes nobody an admin.
+
+    Parameters
+    ----------
+    permission
+        One of `authorizer.ACTIONS`.
     """
-    decorator: Any = authorized(action=action, resource=AUTH_RESOURCE, message=UNAUTHORIZED)
-    return cast(Callable[[_Method], _Method], decorator)
+    # Named here: without arguments `authorized` keeps the action of the first request it sees.
+    asking: Any = authorized(
+        action=ACTIONS[permission], resource=AUTH_RESOURCE, message=UNAUTHORIZED
+    )
+
+    def decorate(method: _Method) -> _Method:
+        @wraps(method)
+        async def checked(self: NNsightHandler, *args: Any, **kwargs: Any) -> Any:
+            if permission not in self.caller.may:
+                raise NotAllowed(MISSING[permission])
+            return await method(self, *args, **kwargs)
+
+        return cast(_Method, asking(checked))
+
+    return decorate
 
 
 @web.stream_request_body
@@ -92,7 +130,7 @@ class NNsightHandler(ExtensionHandlerMixin, APIHandler):
     @property
     def caller(self) -> Caller:
         """Who sent this request."""
-        return caller_of(self)
+        return caller_of(self, cast(Rules, self.settings["nnsight_rules"]))
 
     # Before the body.
 
@@ -127,10 +165,10 @@ class NNsightHandler(ExtensionHandlerMixin, APIHandler):
         except web.HTTPError as error:
             if self.open_to_all:
                 return
-            raise refusal(self, error.status_code) or error from None
+            raise await refusal(self, error.status_code) or error from None
         is_preflight = self.request.method == "OPTIONS"
         if self.current_user is None and not self.open_to_all and not is_preflight:
-            raise refusal(self, 403) or web.HTTPError(403)
+            raise await refusal(self, 403) or web.HTTPError(403)
 
     @classmethod
     def implements(cls, method: str) -> bool:

@@ -71,6 +71,27 @@ class WrongToken(NNsightServeError):
         )
 
 
+class NoAccess(NNsightServeError):
+    """The Hub knows whose token this is, and the token does not give access to this server.
+
+    Parameters
+    ----------
+    service
+        The name of the Hub service that this server is; None for a user's server.
+    """
+
+    status = 403
+
+    def __init__(self, service: str | None) -> None:
+        scope = f"access:services!service={service}" if service else "access:servers"
+        super().__init__(
+            f"JupyterHub knows this token, and it does not carry the scope {scope} for this "
+            "server: either you are not in a group that may use the server, which its admin can "
+            "change, or the token was made without that scope (a notebook's own token has the "
+            "scopes of c.Spawner.server_token_scopes, from the notebook server's next start on)."
+        )
+
+
 class CrossSite(NNsightServeError):
     """A request that a browser cookie authenticates and that another site may have caused."""
 

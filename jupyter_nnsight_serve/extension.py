@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from typing import Any
 
+from jupyter_server.auth import AllowAllAuthorizer
 from jupyter_server.extension.application import ExtensionApp
 from jupyter_server.serverapp import ServerApp
 from traitlets import Bool, Dict, Enum, Float, Int, List, TraitError, Unicode, default
 from traitlets.config import Config
 
 from ._version import __version__
+from .activity import Activity
 from .admission import Admission
+from .authorizer import EVERYONE, HUB_ADMINS, NNsightAuthorizer, Rules
 from .edits import EditBook
 from .errors import SettingError
 from .handlers import ROUTES, NearMissHandler
+from .identity import server_owner
 from .settings import DEFAULT_COMMAND, EngineSettings, check_names
 from .supervisor import EngineSupervisor
 
@@ -95,6 +100,30 @@ class NNsightServe(ExtensionApp):
         it stays failed until an admin starts it.""",
     ).tag(config=True)
 
+    tracers = List(
+        Unicode(),
+        [EVERYONE],
+        help="""Who may run traces, of those who may reach this server: 'everyone',
+        'hub-admins', 'group:NAME', 'user:NAME' or 'service:NAME' as JupyterHub names them, or
+        'scope:SCOPE' for tokens that have this scope. With a plain Jupyter token, and for the
+        user whose own server this is, everything is allowed. Default: everyone.""",
+    ).tag(config=True)
+
+    editors = List(
+        Unicode(),
+        [EVERYONE],
+        help="""Who may install edits for their own traces, and run traces; entries as in
+        tracers. Default: everyone.""",
+    ).tag(config=True)
+
+    admins = List(
+        Unicode(),
+        [HUB_ADMINS],
+        help="""Who may install edits for everybody, control the engine and see everybody's
+        traces and edits, besides all else; entries as in tracers. Default: hub-admins, the users
+        that JupyterHub calls admins.""",
+    ).tag(config=True)
+
     engine_command = List(
         Unicode(),
         list(DEFAULT_COMMAND),
@@ -107,6 +136,8 @@ class NNsightServe(ExtensionApp):
         # There is no page to show.
         assert self.serverapp is not None
         return bool(self.serverapp.config["ServerApp"].get("open_browser", False))
+
+    activity: Activity | None = None
 
     # The first wrong setting, as a sentence; None when all are right.
     _problem: str | None = None
@@ -130,6 +161,24 @@ class NNsightServe(ExtensionApp):
         except (TraitError, ValueError, TypeError) as error:
             self._problem = self._problem or _sentence(error)
 
+    def _jupyter_server_config(self) -> dict[str, Any]:
+        """What `jupyter nnsight-serve` sets in its server: nothing is open but nnsight."""
+        config: dict[str, Any] = super()._jupyter_server_config()  # type:ignore[no-untyped-call]
+        assert self.serverapp is not None
+        if "authorizer_class" not in self.serverapp.config["ServerApp"]:
+            config["ServerApp"]["authorizer_class"] = NNsightAuthorizer
+        return config
+
+    def _rules(self) -> Rules:
+        """Who may do what; with a wrong entry nobody but the owner may do anything."""
+        try:
+            return Rules(
+                tuple(self.tracers), tuple(self.editors), tuple(self.admins), server_owner()
+            )
+        except SettingError as error:
+            self._problem = self._problem or str(error)
+            return Rules((), (), (), server_owner())
+
     def initialize_settings(self) -> None:
         """Make the objects that the handlers work on."""
         assert self.serverapp is not None
@@ -150,9 +199,11 @@ class NNsightServe(ExtensionApp):
         self.edits = EditBook()
         self.admission = Admission(log)
         self.supervisor = EngineSupervisor(settings, self.serverapp.runtime_dir, log)
+        rules = self._rules()
         self._judge(settings)
         self.settings.update(
             {
+                "nnsight_rules": rules,
                 "nnsight_settings": settings,
                 "nnsight_edits": self.edits,
                 "nnsight_admission": self.admission,
@@ -189,6 +240,16 @@ class NNsightServe(ExtensionApp):
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """The server's loop runs: start the engine, without waiting for it."""
+        self.activity = Activity(serverapp.web_app.settings["last_activity_times"], self.admission)
+        self.activity.start()
+        shared = os.environ.get("JUPYTERHUB_SERVICE_NAME")
+        if shared and isinstance(serverapp.authorizer, AllowAllAuthorizer):
+            self.log.warning(
+                "Everybody who may reach the Hub service %s may use this server's files, kernels "
+                "and terminals too; to close them set c.ServerApp.authorizer_class = "
+                "'jupyter_nnsight_serve.authorizer.NNsightAuthorizer'.",
+                shared,
+            )
         if self._problem is None and self.autostart:
             self.supervisor.start()
 
@@ -198,6 +259,8 @@ class NNsightServe(ExtensionApp):
 
     async def stop_extension(self) -> None:
         """The server stops: so does the engine."""
+        if self.activity is not None:
+            self.activity.stop()
         await self.supervisor.stop()
 
 

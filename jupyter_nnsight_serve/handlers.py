@@ -28,7 +28,7 @@ class GenerateHandler(StreamingHandler):
     """Run a serialized trace."""
 
     @web.authenticated
-    @allowed_to("write")
+    @allowed_to("trace")
     async def admit(self) -> None:
         """Admit a trace on its headers."""
         self.trace = self.admission.begin(self.caller)
@@ -56,7 +56,7 @@ class GenerateHandler(StreamingHandler):
             self.admission.end(self.trace, outcome, head.headers if head else {})
 
     @web.authenticated
-    @allowed_to("write")
+    @allowed_to("trace")
     async def post(self) -> None:
         """Answer with what the trace saved."""
         await self.relay()
@@ -66,7 +66,7 @@ class EditHandler(StreamingHandler):
     """Install an edit, or clear it."""
 
     @web.authenticated
-    @allowed_to("write")
+    @allowed_to("edit")
     async def admit(self) -> None:
         """Admit an edit on its headers."""
         self.edit_id = check_id(self.path_args[0])
@@ -99,13 +99,13 @@ class EditHandler(StreamingHandler):
             super().on_connection_close()
 
     @web.authenticated
-    @allowed_to("write")
+    @allowed_to("edit")
     async def post(self, edit_id: str) -> None:
         """Answer with what the engine says to the edit."""
         await self.relay()
 
     @web.authenticated
-    @allowed_to("write")
+    @allowed_to("edit")
     async def delete(self, edit_id: str) -> None:
         """Clear an edit; unknown ids are a no-op."""
         await clear_edit(self, self.edit_id)
@@ -115,7 +115,7 @@ class ClearEditHandler(NNsightHandler):
     """Clear an edit, the way the stock client asks for it."""
 
     @web.authenticated
-    @allowed_to("write")
+    @allowed_to("edit")
     async def post(self, edit_id: str) -> None:
         """Clear an edit; unknown ids are a no-op."""
         self.edits.check_may_change(check_id(edit_id), self.caller)

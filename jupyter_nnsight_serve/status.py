@@ -60,6 +60,7 @@ def status_model(
             )
             if key in engine
         },
+        "caller": {"name": caller.name, "may": sorted(caller.may)},
         "traces": admission.visible_to(caller),
         "limits": {
             "max_request_bytes": settings.max_request_bytes,

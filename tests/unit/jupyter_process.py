@@ -156,7 +156,7 @@ class JupyterProcess:
         """Whether Jupyter answers; fails when it has ended."""
         assert self.process.poll() is None, self.log
         try:
-            return self.ask("/api/status")[0] == 200
+            return self.ask("/api")[0] == 200
         except OSError:
             return False
 

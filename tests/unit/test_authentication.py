@@ -247,7 +247,7 @@ class TestAuthorizer:
             assert response.code == (200 if method == "GET" else 403), path
             if method != "GET":
                 assert "ask its admin for access" in said(response)
-            action = "read" if method == "GET" else "write"
+            action = "execute" if "generate" in path else "read" if method == "GET" else "write"
             assert set(OnlyReading.asked) == {(action, "nnsight")}, path
         assert not record("trace") and not record("edit") and not record("clear")
 
