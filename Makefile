@@ -16,8 +16,9 @@ INSTALLED := $(VENV)/.installed
 
 SMOLLM2 := .models/smollm2-135m-instruct
 TINY := .models/tiny-llama
+PROXY := .proxy/configurable-http-proxy
 
-.PHONY: help install models demo serve test lint format clean distclean
+.PHONY: help install models proxy demo serve test lint format clean distclean
 
 help: ## List these commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -42,6 +43,12 @@ $(TINY)/config.json: | $(INSTALLED)
 	@echo "models: a tiny random Llama, seconds"
 	@$(RUN) tools/models.py tiny $(TINY)
 
+proxy: $(PROXY) ## Install JupyterHub's proxy in .proxy, for the tests that go through it
+
+# It is no error when it cannot be installed: the tests that need it are skipped with the reason.
+$(PROXY): tools/proxy.py | $(INSTALLED)
+	@$(RUN) tools/proxy.py $(@D)
+
 demo: install $(SMOLLM2)/config.json ## Start a server on the CPU, run the quick-start notebook against it, stop it
 	@$(RUN) tools/demo.py notebook $(SMOLLM2)
 
@@ -49,7 +56,7 @@ serve: install $(SMOLLM2)/config.json ## Start a server on the CPU and leave it 
 	@$(RUN) tools/demo.py serve $(SMOLLM2)
 
 # Processes of their own: importing nnsight, which all but the unit tests do, changes every object.
-test: install models ## Run all tests; ARGS="-k name" for some of them
+test: install models proxy ## Run all tests; ARGS="-k name" for some of them
 	@echo "test: pytest tests/unit $(ARGS)"
 	@$(RUN) -m pytest tests/unit $(ARGS)
 	@echo "test: pytest tests/client $(ARGS)"
@@ -69,11 +76,11 @@ format: install ## Put the sources into ruff's format
 	@$(VENV)/bin/ruff check --fix-only .
 	@$(VENV)/bin/ruff format .
 
-clean: ## Remove caches and builds; keep .venv and .models
+clean: ## Remove caches and builds; keep .venv, .models and .proxy
 	@echo "clean: caches and builds"
 	@rm -rf dist build .logs .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv and .models as well
-	@echo "distclean: $(VENV) and .models"
-	@rm -rf $(VENV) .models
+distclean: clean ## Remove .venv, .models and .proxy as well
+	@echo "distclean: $(VENV), .models and .proxy"
+	@rm -rf $(VENV) .models .proxy
