@@ -179,8 +179,9 @@ class ServedModel(VLLM):  # type: ignore[misc]
         """
         if not inplace:
             raise ValueError(
-                "an edit of a served model is installed on its engine, and there is no copy to "
-                "edit instead; drop inplace=False, or name the edit and ask for it with edits=[]."
+                "a vLLM edit is installed on the engine itself, which every caller shares — there "
+                "is no copy to edit instead. Drop inplace=False, or trace the requests you want to "
+                "change."
             )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"edit name must be a string, got {type(name).__name__}")

@@ -6,6 +6,7 @@ entries by path; an instance of a class that came from a notebook its class's na
 
 An exception is one text, ``<Type>: <message>``, of which the first line is compared. The stock
 served client raises ``RuntimeError("<Type>: <message>...")`` for whatever went wrong in the engine,
+and this package's own client a RuntimeError of the same text that is of the original type as well,
 while a local engine raises that for an error of a block and the original type for one of the build
 or of vLLM's own checks, so the type raised is not part of what is compared.
 """
@@ -55,7 +56,7 @@ def outcome(run: Callable[[], dict[str, Any]]) -> Any:
 def first_line(error: BaseException) -> str:
     """``<Type>: <message>`` of an error or of the error that it carries, its first line."""
     text = str(error)
-    if type(error) is not RuntimeError or not _DEFERRED.match(text):
+    if not isinstance(error, RuntimeError) or not _DEFERRED.match(text):
         text = f"{type(error).__name__}: {text}"
     return text.split("\n")[0]
 
