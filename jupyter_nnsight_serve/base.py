@@ -27,10 +27,11 @@ from tornado.http1connection import HTTP1Connection
 from .admission import Admission
 from .authorizer import ACTIONS, AUTH_RESOURCE, Rules
 from .edits import EditBook
-from .errors import NotAllowed, WrongMethod, body_of, message_of
+from .errors import EngineUnavailable, NotAllowed, WrongMethod, body_of, message_of
 from .identity import Caller, adopt_api_key, caller_of, refusal
 from .settings import EngineSettings
 from .supervisor import EngineSupervisor
+from .upstream import EngineLost
 
 if TYPE_CHECKING:
     from tornado.concurrent import Future
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 # How long, and for how many bytes, a refused request's body is read and thrown away.
 DRAIN_SECONDS = 10.0
 DRAIN_BYTES = 512 * 2**20
+
+# Seconds the engine has to answer a question that runs no trace.
+ASK_SECONDS = 5.0
 
 UNAUTHORIZED = (
     "You are signed in, but this server does not let you use its nnsight engine; ask its admin "
@@ -273,6 +277,17 @@ class NNsightHandler(ExtensionHandlerMixin, APIHandler):
         """Log what nobody expected; a refusal is in Jupyter's request log already."""
         if not isinstance(args[1], web.HTTPError):
             super().log_exception(*args)
+
+    async def forget_stale(self) -> None:
+        """Have the engine forget the edits that are no longer in the book.
+
+        No trace runs them any more, so an engine that cannot be asked only keeps them in memory.
+        """
+        for key in self.edits.take_stale():
+            try:
+                await self.supervisor.upstream().ask("DELETE", f"/edits/{key}", ASK_SECONDS)
+            except (EngineLost, EngineUnavailable):
+                return
 
     # Answers.
 

@@ -1,25 +1,40 @@
-"""Who owns which edit.
+"""Who owns which edit, and which edits a caller's traces run.
 
-An edit is a block that stays on the engine and runs for every request. The engine knows it by an
-id that the client made; who installed it is known only here.
+An edit is a block that stays on the engine. It belongs to who installed it and runs for that
+caller's traces only; one that an admin shares runs for everybody's. The engine knows edits by keys
+made here, so that two callers may use one id or one name, and a trace tells it by these keys what
+to run. The serialized blocks are kept in files, from which an engine that starts again gets them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import os
 import re
+import shutil
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlencode
 
-from .errors import BadRequest, NotAllowed
+from .errors import BadRequest, NoRoom
 from .identity import Caller
+from .spool import Spool
+from .upstream import CHUNK_BYTES, Upstream
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
+# Removed edits that an owner's listing still tells of.
+REMOVED_KEPT = 20
+
 
 def check_id(edit_id: str) -> str:
-    """`edit_id`, or `BadRequest` when it is not one the engine can be addressed by."""
-    # "." and ".." would be taken for steps in the engine's URL path.
+    """`edit_id`, or `BadRequest` when it is not one an edit can be addressed by."""
     if not _ID.fullmatch(edit_id) or set(edit_id) == {"."}:
         raise BadRequest(
             "An edit's id is 1 to 128 letters, digits, dots, dashes or underscores; use the id "
@@ -30,16 +45,20 @@ def check_id(edit_id: str) -> str:
 
 @dataclass(frozen=True)
 class Edit:
-    """An installed edit.
+    """An edit.
 
     Parameters
     ----------
     id
         The client's id of it.
     name
-        What requests may address it by, or None when it runs for every request.
+        What a trace may list it by, or None when it runs for every trace.
     owner
         The caller who installed it.
+    shared
+        Whether it runs for everybody's traces.
+    compressed
+        The `nnsight-compress` header that its body came with.
     created
         Unix time in seconds.
     bytes
@@ -49,41 +68,237 @@ class Edit:
     id: str
     name: str | None
     owner: str
-    created: float
-    bytes: int
+    shared: bool = False
+    compressed: str = "False"
+    created: float = 0.0
+    bytes: int = 0
+
+    @property
+    def key(self) -> str:
+        """What the engine knows it by: the same for the same id of the same owner."""
+        whose = "" if self.shared else self.owner
+        return hashlib.sha256(f"{self.shared}\0{whose}\0{self.id}".encode()).hexdigest()[:32]
+
+    @property
+    def target(self) -> str:
+        """Path and query of the request that installs it in the engine."""
+        named = {} if self.name is None else {"name": self.name}
+        return f"/edits/{self.key}?{urlencode({'id': self.id, **named})}"
+
+    def model(self, now: float) -> dict[str, Any]:
+        """What a listing tells of it."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "owner": self.owner,
+            "shared": self.shared,
+            "created": self.created,
+            "age": max(0.0, now - self.created),
+            "bytes": self.bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An edit whose body is kept at `path`, and that the engine is yet to take."""
+
+    edit: Edit
+    path: str
+    size: int
+
+    def discard(self) -> None:
+        """Forget the body; a second call, or one after `EditBook.add`, is a no-op."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
 
 
 class EditBook:
-    """The edits installed on the engine that runs now."""
+    """The edits of all callers.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    parent
+        Directory in which the directory of the bodies is made.
+    max_edits
+        Edits a caller may have; one more, and the caller's oldest goes.
+    lifetime
+        Seconds after which an edit goes; 0 for no limit. Shared edits stay.
+    clock
+        Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        parent: str,
+        max_edits: int = 32,
+        lifetime: float = 0.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._parent = parent
+        self._max_edits = max_edits
+        self._lifetime = lifetime
+        self._clock = clock
+        self._directory: str | None = None
+        self._drafts = 0
         self._edits: dict[str, Edit] = {}
+        self._removed: deque[dict[str, Any]] = deque(maxlen=1000)
+        # Keys the engine still has and no longer needs.
+        self._stale: set[str] = set()
 
-    def check_may_change(self, edit_id: str, caller: Caller) -> None:
-        """Raise `NotAllowed` when `edit_id` is somebody else's."""
-        edit = self._edits.get(edit_id)
-        if edit is not None and edit.owner != caller.name and not caller.admin:
-            raise NotAllowed(
-                "This edit's id belongs to another user's edit, which only that user or an admin "
-                "may replace or clear; GET /nnsight/register lists yours."
+    # Installing
+
+    async def draft(self, edit: Edit, body: Spool) -> Draft:
+        """Keep the body of an edit that the engine is to take; raises `NoRoom`."""
+        if self._directory is None:
+            os.makedirs(self._parent, mode=0o700, exist_ok=True)
+            self._directory = tempfile.mkdtemp(prefix="nnsight-edits-", dir=self._parent)
+        self._drafts += 1
+        draft = Draft(edit, f"{self._body(edit.key)}.{self._drafts}", body.size)
+        try:
+            with open(
+                os.open(draft.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
+            ) as kept:
+                async for piece in body.pieces():
+                    await asyncio.to_thread(kept.write, piece)
+        except OSError as error:
+            draft.discard()
+            raise NoRoom(error) from None
+        return draft
+
+    def add(self, draft: Draft) -> Edit:
+        """Record a draft that the engine has installed."""
+        edit = replace(draft.edit, created=self._clock(), bytes=draft.size)
+        os.replace(draft.path, self._body(edit.key))
+        # An edit that is installed again is the newest.
+        self._edits.pop(edit.key, None)
+        self._edits[edit.key] = edit
+        self._stale.discard(edit.key)
+        own = [e for e in self._edits.values() if e.owner == edit.owner and not e.shared]
+        for oldest in own[: -self._max_edits] if not edit.shared else ():
+            self._remove(
+                oldest,
+                f"you have {self._max_edits} newer ones, and max_edits allows no more; clear "
+                "edits that you no longer use",
             )
+        return edit
 
-    def add(self, edit_id: str, name: str | None, caller: Caller, size: int) -> None:
-        """Record an edit of `size` bytes that the engine has installed."""
-        self._edits[edit_id] = Edit(edit_id, name, caller.name, time.time(), size)
+    # Removing
 
-    def remove(self, edit_id: str) -> bool:
-        """Forget an edit; whether it was there."""
-        return self._edits.pop(edit_id, None) is not None
+    def find(self, edit_id: str, caller: Caller, owner: str | None = None) -> Edit | None:
+        """The edit that `caller` means: the caller's own, or for an admin a shared one.
 
-    def forget_all(self) -> None:
-        """Forget every edit: they were in an engine that is gone."""
-        self._edits.clear()
+        Parameters
+        ----------
+        owner
+            Whose edit an admin means.
+        """
+        if owner is not None and owner != caller.name:
+            return self._edits.get(Edit(edit_id, None, owner).key) if caller.admin else None
+        own = self._edits.get(Edit(edit_id, None, caller.name).key)
+        if own is None and caller.admin:
+            return self._edits.get(Edit(edit_id, None, caller.name, shared=True).key)
+        return own
 
-    def visible_to(self, caller: Caller) -> list[dict[str, Any]]:
-        """The caller's edits, oldest first; an admin's list holds everybody's."""
+    def clear(self, edit: Edit) -> None:
+        """Forget an edit that its owner or an admin no longer wants."""
+        self._remove(edit, None)
+
+    def _remove(self, edit: Edit, reason: str | None) -> None:
+        if self._edits.pop(edit.key, None) is None:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(self._body(edit.key))
+        self._stale.add(edit.key)
+        if reason is not None:
+            now = self._clock()
+            told = {**edit.model(now), "removed": now, "reason": reason}
+            self._removed.append(told)
+
+    def expire(self) -> None:
+        """Remove what has reached its lifetime."""
+        if self._lifetime:
+            oldest = self._clock() - self._lifetime
+            for edit in [e for e in self._edits.values() if e.created <= oldest and not e.shared]:
+                self._remove(edit, f"its lifetime of {self._lifetime:g} s (edit_lifetime) was over")
+
+    # Asking
+
+    def keys_for(self, caller: Caller) -> list[str]:
+        """The engine's keys of what the caller's traces may run, in the order of installation.
+
+        Where the caller's own edit and a shared one have the same name, the own one counts.
+        """
+        self.expire()
+        own = {e.name for e in self._edits.values() if e.owner == caller.name and not e.shared}
+        own.discard(None)
         return [
-            asdict(edit)
-            for edit in sorted(self._edits.values(), key=lambda edit: edit.created)
-            if caller.admin or edit.owner == caller.name
+            edit.key
+            for edit in self._edits.values()
+            if (edit.name not in own if edit.shared else edit.owner == caller.name)
         ]
+
+    def visible_to(self, caller: Caller) -> list[Edit]:
+        """The caller's edits and the shared ones, oldest first; an admin's list holds all."""
+        self.expire()
+        return [
+            edit
+            for edit in self._edits.values()
+            if caller.admin or edit.shared or edit.owner == caller.name
+        ]
+
+    def removed_from(self, caller: Caller) -> list[dict[str, Any]]:
+        """The caller's last edits that went without being cleared, each with the reason."""
+        mine = [told for told in self._removed if told["owner"] == caller.name]
+        return mine[-REMOVED_KEPT:]
+
+    def now(self) -> float:
+        """Unix time in seconds."""
+        return self._clock()
+
+    # The engine
+
+    async def reinstall(self, upstream: Upstream, timeout: float) -> None:
+        """Give every edit to an engine that has just loaded.
+
+        Parameters
+        ----------
+        timeout
+            Seconds the engine has for each.
+        """
+        self.expire()
+        self._stale.clear()
+        for edit in list(self._edits.values()):
+            status, answer = await self._install(edit, upstream, timeout)
+            if status != 200:
+                said = str(answer.get("message", status))
+                self._remove(edit, f"the engine was restarted and refused it: {said}")
+
+    async def _install(
+        self, edit: Edit, upstream: Upstream, timeout: float
+    ) -> tuple[int, dict[str, Any]]:
+        headers = {"nnsight-compress": edit.compressed}
+        with open(self._body(edit.key), "rb") as body:
+            exchange = await upstream.open("PUT", edit.target, headers, edit.bytes)
+            try:
+                while chunk := body.read(CHUNK_BYTES):
+                    await exchange.write(chunk)
+                exchange.end()
+                return await exchange.json(timeout)
+            finally:
+                exchange.abort()
+
+    def take_stale(self) -> set[str]:
+        """Keys that the engine is to forget; each is handed out once."""
+        stale, self._stale = self._stale, set()
+        return stale
+
+    def close(self) -> None:
+        """Forget everything; the server ends."""
+        self._edits.clear()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _body(self, key: str) -> str:
+        assert self._directory is not None
+        return os.path.join(self._directory, key)

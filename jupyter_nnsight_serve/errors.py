@@ -150,6 +150,32 @@ class TooLarge(NNsightServeError):
         )
 
 
+class TooManyTraces(NNsightServeError):
+    """The caller has as many traces waiting as `max_user_waiting` allows."""
+
+    status = 429
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"You have {limit} traces here that are still waiting for their turn, and "
+            "max_user_waiting allows no more; send the next ones as these come back.",
+            {"Retry-After": "5"},
+        )
+
+
+class NoRoom(NNsightServeError):
+    """The server cannot keep a body until its turn."""
+
+    status = 507
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(
+            "The server's disk does not take this request's body now "
+            f"({error.strerror or type(error).__name__}); send less with the block, try again "
+            "later, or tell the server's admin."
+        )
+
+
 class EngineUnavailable(NNsightServeError):
     """No engine to run on: it is stopped, starting, failed, or was lost during the request.
 

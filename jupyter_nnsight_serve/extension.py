@@ -16,7 +16,7 @@ from traitlets.config import Config
 
 from ._version import __version__
 from .activity import Activity
-from .admission import Admission
+from .admission import Admission, Limits
 from .authorizer import EVERYONE, HUB_ADMINS, NNsightAuthorizer, Rules
 from .edits import EditBook
 from .errors import SettingError
@@ -24,6 +24,7 @@ from .handlers import ROUTES, NearMissHandler
 from .identity import server_owner
 from .settings import DEFAULT_COMMAND, EngineSettings, check_names
 from .supervisor import EngineSupervisor
+from .upstream import Upstream
 
 
 class NNsightServe(ExtensionApp):
@@ -88,6 +89,34 @@ class NNsightServe(ExtensionApp):
         of its answer.""",
     ).tag(config=True)
 
+    max_traces = Int(
+        256,
+        help="""Traces that the engine has at a time; the others wait, and users take turns.""",
+    ).tag(config=True)
+
+    max_user_traces = Int(
+        64, help="""Traces of one user that the engine has at a time; the user's others wait."""
+    ).tag(config=True)
+
+    max_user_waiting = Int(
+        256,
+        help="""Traces of one user that may wait for their turn or be on their way here; one more
+        is refused.""",
+    ).tag(config=True)
+
+    max_trace_tokens = Int(
+        0,
+        help="""Tokens that a trace may ask to generate (max_tokens), over all its invokes and
+        sequences; 0 for no limit but the model's.""",
+    ).tag(config=True)
+
+    spool_dir = Unicode(
+        "",
+        help="""Directory for the bodies of traces, above 256 KiB each, that are on their way here
+        or wait. Default: the system's directory of temporary files; set it where that is small, or
+        kept in memory.""",
+    ).tag(config=True)
+
     restart_backoff = Float(
         1.0,
         help="""Seconds before an engine that died is started again. Doubled with each restart of
@@ -98,6 +127,17 @@ class NNsightServe(ExtensionApp):
         5,
         help="""How often within an hour an engine that died is started again; one more death, and
         it stays failed until an admin starts it.""",
+    ).tag(config=True)
+
+    max_edits = Int(
+        32,
+        help="""Edits a user may have installed at a time; one more, and the oldest goes.""",
+    ).tag(config=True)
+
+    edit_lifetime = Float(
+        7 * 24 * 3600.0,
+        help="""Seconds after which a user's edit goes, whether it was cleared or not; 0 for never.
+        Edits that an admin shares stay. Default: a week.""",
     ).tag(config=True)
 
     tracers = List(
@@ -192,13 +232,31 @@ class NNsightServe(ExtensionApp):
             max_request_bytes=self.max_request_bytes,
             max_response_bytes=self.max_response_bytes,
             trace_timeout=self.trace_timeout,
+            max_traces=self.max_traces,
+            max_user_traces=self.max_user_traces,
+            max_user_waiting=self.max_user_waiting,
+            max_trace_tokens=self.max_trace_tokens,
+            spool_dir=self.spool_dir,
             restart_backoff=self.restart_backoff,
             max_restarts=self.max_restarts,
+            max_edits=self.max_edits,
+            edit_lifetime=self.edit_lifetime,
             engine_command=list(self.engine_command),
         )
-        self.edits = EditBook()
-        self.admission = Admission(log)
-        self.supervisor = EngineSupervisor(settings, self.serverapp.runtime_dir, log)
+        self.edits = EditBook(
+            self.serverapp.runtime_dir, settings.max_edits, settings.edit_lifetime
+        )
+        self.admission = Admission(
+            log,
+            Limits(settings.max_traces, settings.max_user_traces, settings.max_user_waiting),
+        )
+
+        async def reinstall(upstream: Upstream) -> None:
+            await self.edits.reinstall(upstream, settings.trace_timeout)
+
+        self.supervisor = EngineSupervisor(
+            settings, self.serverapp.runtime_dir, log, reinstall, self.admission.refuse_waiting
+        )
         rules = self._rules()
         self._judge(settings)
         self.settings.update(
@@ -262,6 +320,7 @@ class NNsightServe(ExtensionApp):
         if self.activity is not None:
             self.activity.stop()
         await self.supervisor.stop()
+        self.edits.close()
 
 
 def _sentence(error: Exception) -> str:

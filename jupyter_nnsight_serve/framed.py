@@ -1,7 +1,8 @@
-"""What the end of a framed response says of its trace.
+"""The frames of a response that begins before its result is there.
 
-A framed response has begun before its outcome is known, so the engine tells it in the last frame
-instead of in headers. The Jupyter process reads no other frame.
+The Jupyter process passes the engine's frames on unread. It looks at their heads only, to know
+where one ends: there it may tell a place in the queue, or an error, in a frame of its own. And it
+reads the last frame, which tells the outcome that other responses have in their headers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ from typing import Any
 
 CONTENT_TYPE = "application/vnd.nnsight-serve.frames"
 
-TAIL_BYTES = 256
-"""More bytes than the last frame of a complete result has."""
+HEARTBEAT_SECONDS = 5.0
+"""No response is silent for longer, so that no proxy takes it for an idle connection."""
+
+STATE, ERROR, END = b"S", b"E", b"Z"
+
+_HEAD_BYTES = 5
+_END_BYTES = 4096
 
 _HEADERS = {
     "outcome": "Nnsight-Outcome",
@@ -20,28 +26,64 @@ _HEADERS = {
     "generated_tokens": "Nnsight-Generated-Tokens",
 }
 
+# How a trace ended whose answer is an error of this HTTP status.
+_OF_STATUS = {503: "lost", 504: "timeout"}
 
-def end_of(tail: bytes) -> dict[str, str] | None:
-    """The outcome in a response's last bytes, by the names of the headers that else tell it.
 
-    Parameters
+def json_frame(kind: bytes, fields: dict[str, Any]) -> bytes:
+    """One frame whose payload is a JSON object."""
+    payload = json.dumps(fields).encode()
+    return kind + len(payload).to_bytes(4, "little") + payload
+
+
+class FrameWatch:
+    """Follows a response's frames as they pass.
+
+    Attributes
     ----------
-    tail
-        The last `TAIL_BYTES` bytes of the response, or all of it.
-
-    Returns
-    -------
-    None where the response does not end with a complete result.
+    ended
+        Kind of the last frame, "Z" or "E", once it is complete.
     """
-    at = tail.rfind(b"Z")
-    while at >= 0:
-        payload = tail[at + 5 :]
-        if len(payload) == int.from_bytes(tail[at + 1 : at + 5], "little"):
-            try:
-                told: Any = json.loads(payload)
-            except ValueError:
-                told = None
-            if isinstance(told, dict):
-                return {_HEADERS[key]: str(value) for key, value in told.items() if key in _HEADERS}
-        at = tail.rfind(b"Z", 0, at)
-    return None
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._left = 0
+        self._end = bytearray()
+        self.ended: str | None = None
+
+    @property
+    def between_frames(self) -> bool:
+        """Whether what has passed ends with a whole frame."""
+        return not self._head
+
+    def feed(self, chunk: bytes) -> None:
+        """A piece passes."""
+        at = 0
+        while at < len(chunk):
+            missing = _HEAD_BYTES - len(self._head)
+            if missing:
+                self._head += chunk[at : at + missing]
+                at += missing
+                if len(self._head) < _HEAD_BYTES:
+                    return
+                self._left = int.from_bytes(self._head[1:], "little")
+            part = min(self._left, len(chunk) - at)
+            if self._head[:1] in (END, ERROR) and len(self._end) < _END_BYTES:
+                self._end += chunk[at : at + part]
+            at += part
+            self._left -= part
+            if self._left:
+                return
+            if self._head[:1] in (END, ERROR):
+                self.ended = self._head[:1].decode()
+            self._head.clear()
+
+    def told(self) -> dict[str, str]:
+        """The outcome in the last frame, by the names of the headers that else tell it."""
+        try:
+            told: dict[str, Any] = json.loads(self._end)
+        except ValueError:
+            return {}
+        if self.ended == "E":
+            return {"Nnsight-Outcome": _OF_STATUS.get(told.get("status", 0), "refused")}
+        return {_HEADERS[key]: str(value) for key, value in told.items() if key in _HEADERS}

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
-from urllib.parse import urlencode
 
 from jupyter_server.auth.decorator import allow_unauthenticated
 from tornado import web
+from tornado.iostream import StreamClosedError
 
-from .base import NNsightHandler, allowed_to
-from .edits import check_id
-from .errors import EngineUnavailable, NotFound
+from . import framed
+from .base import ASK_SECONDS, NNsightHandler, allowed_to
+from .edits import Draft, Edit, check_id
+from .errors import EngineUnavailable, NoRoom, NotAllowed, NotFound
 from .paths import advice
 from .relay import StreamingHandler
 from .status import status_model
 from .upstream import EngineLost, ResponseHead
 
-# Seconds the engine has to answer a question that runs no trace.
-ASK_SECONDS = 5.0
-
+# Seconds a trace waits for its turn before it is told its place.
+QUIET_SECONDS = 0.25
 
 # Headers of a trace that are for the engine.
 _PASSED = ("nnsight-compress", "Accept", "Nnsight-Tree", "Nnsight-Tokens", "Nnsight-Progress")
@@ -33,7 +35,7 @@ class GenerateHandler(StreamingHandler):
         """Admit a trace on its headers."""
         self.trace = self.admission.begin(self.caller)
         self.set_header("Nnsight-Trace-Id", self.trace.id)
-        await self.open()
+        self.expect()
 
     def target(self) -> tuple[str, str, dict[str, str]]:
         """The engine's generate."""
@@ -46,51 +48,92 @@ class GenerateHandler(StreamingHandler):
             {
                 **passed,
                 "Nnsight-Trace-Id": self.trace.id,
+                "Nnsight-Edits": ",".join(self.edits.keys_for(self.caller)),
                 "Nnsight-Timeout": str(self.engine_settings.trace_timeout),
             },
         )
 
-    def ended(self, outcome: str, head: ResponseHead | None) -> None:
+    def ended(self, outcome: str, told: dict[str, str]) -> None:
         """Count and log the trace."""
         if self.trace is not None:
-            self.admission.end(self.trace, outcome, head.headers if head else {})
+            self.admission.end(self.trace, outcome, told)
 
     @web.authenticated
     @allowed_to("trace")
     async def post(self) -> None:
-        """Answer with what the trace saved."""
-        await self.relay()
+        """Answer with what the trace saved, once its turn has come."""
+        try:
+            came = await self._turn()
+        except EngineUnavailable as error:
+            await self.give_up(error)
+        else:
+            if came:
+                await self.relay()
+
+    async def _turn(self) -> bool:
+        """Wait for the trace's turn; whether it came before the caller left."""
+        assert self.trace is not None
+        turn = self.admission.queue(self.trace)
+        if framed.CONTENT_TYPE in self.request.headers.get("Accept", ""):
+            await asyncio.wait([turn], timeout=QUIET_SECONDS)
+            while not turn.done():
+                await self._tell_place()
+                await asyncio.wait([turn], timeout=framed.HEARTBEAT_SECONDS)
+        return await turn
+
+    async def _tell_place(self) -> None:
+        """Begin the answer, or go on with it, with a frame that tells the place in the queue."""
+        assert self.trace is not None
+        if not self._headers_written:
+            self.set_header("Content-Type", framed.CONTENT_TYPE)
+            self._watch = framed.FrameWatch()
+        place = self.admission.place(self.trace)
+        with contextlib.suppress(StreamClosedError):
+            await self.send(framed.json_frame(framed.STATE, {"state": "queued", "place": place}))
 
 
 class EditHandler(StreamingHandler):
     """Install an edit, or clear it."""
 
+    draft: Draft | None = None
+
     @web.authenticated
     @allowed_to("edit")
     async def admit(self) -> None:
         """Admit an edit on its headers."""
-        self.edit_id = check_id(self.path_args[0])
-        self.edits.check_may_change(self.edit_id, self.caller)
-        if self.request.method == "POST":
-            await self.open()
+        edit_id = check_id(self.path_args[0])
+        if self.request.method != "POST":
+            return
+        shared = self.get_query_argument("shared", "false") == "true"
+        if shared and not self.caller.admin:
+            raise NotAllowed(
+                "Only an admin of this server may install an edit for everybody; leave shared out "
+                "to install it for your own traces."
+            )
+        self.edit = Edit(
+            id=edit_id,
+            name=self.get_query_argument("name", None),
+            owner=self.caller.name,
+            shared=shared,
+            compressed=self.request.headers.get("nnsight-compress", "False"),
+        )
+        self.expect()
 
     def target(self) -> tuple[str, str, dict[str, str]]:
         """The engine's own place for this edit."""
-        self.edit_name = self.get_query_argument("name", None)
-        query = "" if self.edit_name is None else "?" + urlencode({"name": self.edit_name})
-        compress = self.request.headers.get("nnsight-compress", "False")
-        return "PUT", f"/edits/{self.edit_id}{query}", {"nnsight-compress": compress}
+        return "PUT", self.edit.target, {"nnsight-compress": self.edit.compressed}
 
     def answered(self, head: ResponseHead) -> None:
         """Record an edit that the engine took."""
-        if head.status == 200:
-            self.edits.add(self.edit_id, self.edit_name, self.caller, self.bytes_in)
+        if head.status == 200 and self.draft is not None:
+            edit = self.edits.add(self.draft)
             self.log.info(
-                "edit %s installed user=%s name=%s bytes_in=%d",
-                self.edit_id,
-                self.caller.name,
-                self.edit_name,
-                self.bytes_in,
+                "edit %s installed user=%s name=%s shared=%s bytes_in=%d",
+                edit.id,
+                edit.owner,
+                edit.name,
+                edit.shared,
+                edit.bytes,
             )
 
     def on_connection_close(self) -> None:
@@ -98,17 +141,29 @@ class EditHandler(StreamingHandler):
         if not self.sent:
             super().on_connection_close()
 
+    def ended(self, outcome: str, told: dict[str, str]) -> None:
+        """Forget the body of an edit that was not installed."""
+        if self.draft is not None:
+            self.draft.discard()
+
     @web.authenticated
     @allowed_to("edit")
     async def post(self, edit_id: str) -> None:
         """Answer with what the engine says to the edit."""
+        assert self.body is not None
+        try:
+            self.draft = await self.edits.draft(self.edit, self.body)
+        except NoRoom as error:
+            await self.give_up(error)
+            return
         await self.relay()
+        await self.forget_stale()
 
     @web.authenticated
     @allowed_to("edit")
     async def delete(self, edit_id: str) -> None:
         """Clear an edit; unknown ids are a no-op."""
-        await clear_edit(self, self.edit_id)
+        await clear_edit(self, edit_id)
 
 
 class ClearEditHandler(NNsightHandler):
@@ -118,23 +173,19 @@ class ClearEditHandler(NNsightHandler):
     @allowed_to("edit")
     async def post(self, edit_id: str) -> None:
         """Clear an edit; unknown ids are a no-op."""
-        self.edits.check_may_change(check_id(edit_id), self.caller)
-        await clear_edit(self, edit_id)
+        await clear_edit(self, check_id(edit_id))
 
 
 async def clear_edit(handler: NNsightHandler, edit_id: str) -> None:
-    """Clear an edit in the engine, then forget it."""
-    try:
-        status, answer = await handler.supervisor.upstream().ask(
-            "DELETE", f"/edits/{edit_id}", handler.engine_settings.trace_timeout
+    """Forget an edit of the caller's; somebody else's is as unknown as one that is not there."""
+    edit = handler.edits.find(edit_id, handler.caller, handler.get_query_argument("owner", None))
+    if edit is not None:
+        handler.edits.clear(edit)
+        handler.log.info(
+            "edit %s cleared user=%s owner=%s", edit.id, handler.caller.name, edit.owner
         )
-    except EngineLost:
-        raise await handler.supervisor.lost() from None
-    if status == 200:
-        answer["cleared"] = handler.edits.remove(edit_id)
-        if answer["cleared"]:
-            handler.log.info("edit %s cleared user=%s", edit_id, handler.caller.name)
-    await handler.answer(answer, status)
+        await handler.forget_stale()
+    await handler.answer({"status": "ok", "id": edit_id, "cleared": edit is not None})
 
 
 class EditsHandler(NNsightHandler):
@@ -143,20 +194,44 @@ class EditsHandler(NNsightHandler):
     @web.authenticated
     @allowed_to("read")
     async def get(self) -> None:
-        """List the caller's edits; an admin sees everybody's."""
-        await self.answer({"edits": self.edits.visible_to(self.caller)})
+        """List the caller's edits and the shared ones; an admin sees everybody's."""
+        edits = self.edits.visible_to(self.caller)
+        await self.forget_stale()
+        known: dict[str, Any] = {}
+        if edits:
+            try:
+                _, answer = await self.supervisor.upstream().ask("GET", "/edits", ASK_SECONDS)
+                known = answer.get("edits", {})
+            except (EngineLost, EngineUnavailable):
+                # What the engine counts is not to be had; what is installed is known here.
+                known = {}
+        now = self.edits.now()
+        await self.answer(
+            {
+                "edits": [
+                    {
+                        **edit.model(now),
+                        "runs": known.get(edit.key, {}).get("runs"),
+                        "source": known.get(edit.key, {}).get("source"),
+                    }
+                    for edit in edits
+                ],
+                "removed": self.edits.removed_from(self.caller),
+            }
+        )
 
 
 class ModelHandler(StreamingHandler):
     """What a client needs to write traces for the served model; the engine tells it."""
 
     source = "/model"
+    takes_body = False
 
     @web.authenticated
     @allowed_to("read")
     async def admit(self) -> None:
-        """Ask the engine."""
-        await self.open()
+        """Refuse where there is no engine to ask."""
+        self.expect()
 
     def target(self) -> tuple[str, str, dict[str, str]]:
         """The engine's own place for it."""

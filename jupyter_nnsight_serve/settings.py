@@ -50,6 +50,13 @@ class EngineSettings:
     trace_timeout: float = 600.0
     restart_backoff: float = 1.0
     max_restarts: int = 5
+    max_edits: int = 32
+    edit_lifetime: float = 7 * 24 * 3600.0
+    max_traces: int = 256
+    max_user_traces: int = 64
+    max_user_waiting: int = 256
+    max_trace_tokens: int = 0
+    spool_dir: str = ""
     engine_command: list[str] = field(default_factory=lambda: list(DEFAULT_COMMAND))
 
     @property
@@ -78,23 +85,42 @@ class EngineSettings:
             "device": self.device,
             "max_request_bytes": self.max_request_bytes,
             "max_response_bytes": self.max_response_bytes,
+            "max_trace_tokens": self.max_trace_tokens,
         }
 
     def check(self) -> None:
         """Raise `SettingError` for the first setting that cannot work."""
         _check_model(self.model)
-        for name in ("max_request_bytes", "max_response_bytes", "trace_timeout"):
+        units = {
+            "max_request_bytes": "bytes",
+            "max_response_bytes": "bytes",
+            "trace_timeout": "seconds",
+            "max_traces": "traces",
+            "max_user_traces": "traces",
+            "max_user_waiting": "traces",
+        }
+        for name, unit in units.items():
             if not getattr(self, name) > 0:
-                unit = "seconds" if name == "trace_timeout" else "bytes"
                 raise SettingError(
                     f"c.NNsightServe.{name} is {getattr(self, name)!r} and must be a number of "
                     f"{unit} above zero."
                 )
-        for name in ("restart_backoff", "max_restarts"):
+        for name in (
+            "restart_backoff",
+            "max_restarts",
+            "max_edits",
+            "edit_lifetime",
+            "max_trace_tokens",
+        ):
             if getattr(self, name) < 0:
                 raise SettingError(
                     f"c.NNsightServe.{name} is {getattr(self, name)!r} and must not be below zero."
                 )
+        if self.spool_dir and not os.access(self.spool_dir, os.W_OK | os.X_OK):
+            raise SettingError(
+                f"c.NNsightServe.spool_dir is {self.spool_dir!r}, which is no directory that this "
+                "account can write to; give one, or leave it out."
+            )
         _check_taps(self)
         _check_device(self)
         _check_engine_args(self)

@@ -66,6 +66,12 @@ def status_model(
             "max_request_bytes": settings.max_request_bytes,
             "max_response_bytes": settings.max_response_bytes,
             "trace_timeout": settings.trace_timeout,
+            "max_traces": settings.max_traces,
+            "max_user_traces": settings.max_user_traces,
+            "max_user_waiting": settings.max_user_waiting,
+            "max_trace_tokens": settings.max_trace_tokens,
+            "max_edits": settings.max_edits,
+            "edit_lifetime": settings.edit_lifetime,
         },
     }
 

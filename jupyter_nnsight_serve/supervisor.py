@@ -84,6 +84,8 @@ class EngineSupervisor:
         Gets the engine's log, each line marked.
     on_up
         Awaited when an engine has loaded, before it counts as ready; gets its HTTP.
+    on_down
+        Called when an engine is no longer ready, with what a caller is told.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class EngineSupervisor:
         runtime_dir: str,
         log: logging.Logger | logging.LoggerAdapter[Any],
         on_up: Callable[[Upstream], Awaitable[None]] | None = None,
+        on_down: Callable[[EngineUnavailable], None] = lambda error: None,
     ) -> None:
         self._settings = settings
         self._runtime_dir = runtime_dir
         self._log = log
         self._on_up = on_up
+        self._on_down = on_down
         self._transport: asyncio.SubprocessTransport | None = None
         self._exited: asyncio.Event | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -111,7 +115,8 @@ class EngineSupervisor:
         # Whether an engine with these settings has been ready, and what this one says it failed of.
         self._proven = False
         self._told: str | None = None
-        self._set(Status("stopped", time.time(), reason="it has not been started"))
+        self._status = Status("stopped", time.time(), reason="it has not been started")
+        ENGINE_STATE.state(self._status.state)
 
     @property
     def status(self) -> Status:
@@ -389,8 +394,11 @@ class EngineSupervisor:
             self._socket_dir = None
 
     def _set(self, status: Status) -> None:
+        was_ready = self._status.state == "ready"
         self._status = status
         ENGINE_STATE.state(status.state)
+        if was_ready and status.state != "ready":
+            self._on_down(self.unavailable())
 
 
 class _EngineProtocol(asyncio.SubprocessProtocol):

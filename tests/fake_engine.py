@@ -11,6 +11,7 @@ A trace's body is a JSON object that says what to do with it, or anything at all
     {"refuse": 400}      answer with a JSON error of that status
     {"die_midway": true} announce 1 MiB, send half of it, and be killed
     {"raise": true}      answer as if the block had raised
+    {"framed": true}     answer in frames
 
 What it saw is written to the file `--record`, a JSON object a line.
 """
@@ -145,17 +146,24 @@ class Generate(Handler):
             compress=self.request.headers.get("nnsight-compress"),
             length=self.request.headers.get("Content-Length"),
             headers=sorted(self.request.headers),
+            edits=self.request.headers.get("Nnsight-Edits", ""),
         )
-        if "die" in order:
-            die(order["die"])
         if "seconds" in order or "never" in order:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(order.get("seconds")):
                     await self.gone.wait()
             if self.gone.is_set():
                 return
+        if "die" in order:
+            die(order["die"])
         if "refuse" in order:
             self.fail(order["refuse"], "the fake engine refuses this trace")
+            return
+        if "framed" in order:
+            self.set_header("Content-Type", "application/vnd.nnsight-serve.frames")
+            self.write(frame("S", state="running", tokens=1))
+            await self.flush()
+            self.finish(frame("Z", outcome="ok", prompt_tokens=5, generated_tokens=2))
             return
         self.set_header("Content-Type", "application/octet-stream")
         self.set_header("Nnsight-Outcome", "error" if order.get("raise") else "ok")
@@ -190,14 +198,33 @@ class EditResource(Handler):
             self.fail(400, "the block does not load")
             return
         name = self.get_query_argument("name", None)
+        known_as = self.get_query_argument("id")
         self.engine.edits[edit_id] = name
-        self.engine.record(event="edit", id=edit_id, name=name, size=len(self.request.body))
-        self.finish({"status": "ok", "id": edit_id, "name": name, "warnings": []})
+        self.engine.record(
+            event="edit",
+            key=edit_id,
+            id=known_as,
+            name=name,
+            size=len(self.request.body),
+            compress=self.request.headers.get("nnsight-compress"),
+        )
+        self.finish({"status": "ok", "id": known_as, "name": name, "warnings": []})
 
     def delete(self, edit_id: str) -> None:
-        self.engine.record(event="clear", id=edit_id, known=edit_id in self.engine.edits)
+        self.engine.record(event="clear", key=edit_id, known=edit_id in self.engine.edits)
         self.engine.edits.pop(edit_id, None)
         self.finish({"status": "ok", "id": edit_id})
+
+
+class EditsResource(Handler):
+    def get(self) -> None:
+        told = {key: {"runs": 3, "source": "a source"} for key in self.engine.edits}
+        self.finish({"edits": told})
+
+
+def frame(kind: str, **fields: Any) -> bytes:
+    payload = json.dumps(fields).encode()
+    return kind.encode() + len(payload).to_bytes(4, "little") + payload
 
 
 def die(code: int) -> None:
@@ -272,6 +299,7 @@ async def main() -> None:
                 (r"/status", StatusResource, shared),
                 (r"/generate", Generate, shared),
                 (r"/edits/([^/]+)", EditResource, shared),
+                (r"/edits", EditsResource, shared),
             ]
         )
     )

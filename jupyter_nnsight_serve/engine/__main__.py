@@ -39,7 +39,8 @@ async def serve(model: Any, config: dict[str, Any]) -> None:
     from .server import listen
     from .service import Engine
 
-    engine = Engine(model, config["max_request_bytes"], config["max_response_bytes"])
+    limits = ("max_request_bytes", "max_response_bytes", "max_trace_tokens")
+    engine = Engine(model, *(config[name] for name in limits))
     server = listen(engine, config["socket"])
     events.emit("ready", **engine.description)
     try:

@@ -44,12 +44,21 @@ def contained() -> Iterator[None]:
 
 
 class Block(Mediator):
-    """nnsight's worker of one block, on an engine that other people's blocks share."""
+    """nnsight's worker of one block, on an engine that other people's blocks share.
+
+    Attributes
+    ----------
+    source
+        The text of the block; on those that were unpickled.
+    """
+
+    source: str
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         source, glbls, lcls = state["reduced"]
         scope = sources.current()
         filename = scope.keep(scope.filename, source)
+        self.source = source
         Mediator.__init__(self, compile(source, filename, "exec"), glbls, lcls, copy=state["copy"])
         self.presaved = state["presaved"]
 

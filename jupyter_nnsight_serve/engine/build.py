@@ -13,11 +13,12 @@ from __future__ import annotations
 import ast
 import copy
 import io
+import textwrap
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nnsight.intervention.interleaver import Mediator
 from nnsight.intervention.serialization import UnknownPersistentIdError
 from nnsight.intervention.util import clear_shared_locals
 from nnsight.tracing.tracer import dec, inc
@@ -27,7 +28,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from . import blocks, sources
 from .advice import names_of_siblings, unnamed_saves
 from .errors import BadBodyError, OtherModelError, TooLargeError
-from .requests import BLOCK, SCOPE
+from .requests import BLOCK, EDITS, SCOPE
 from .said import Said, listening
 from .sources import Scope
 from .tree import difference, envoys_by_id, tag
@@ -81,17 +82,26 @@ class Builder:
         A dispatched asynchronous ``nnsight.modeling.vllm.VLLM``.
     max_body_bytes
         Largest body in bytes once decompressed.
+    max_tokens
+        Most tokens a trace may ask to generate, over its invokes and sequences; 0 for no limit.
     """
 
-    def __init__(self, model: Any, max_body_bytes: int) -> None:
+    def __init__(self, model: Any, max_body_bytes: int, max_tokens: int = 0) -> None:
         self.model = model
+        self.max_tokens = max_tokens
         self.name = model.vllm_entrypoint.vllm_config.model_config.model
         self.max_body_bytes = max_body_bytes
         self.envoys = envoys_by_id(model)
         tag(model, self.envoys)
         self.persistent_objects = {**model._remoteable_persistent_objects(), **self.envoys}
 
-    def trace(self, body: bytes, compressed: bool, watched: bool = False) -> Trace:
+    def trace(
+        self,
+        body: bytes,
+        compressed: bool,
+        watched: bool = False,
+        edits: Sequence[str] = (),
+    ) -> Trace:
         """Build the trace in ``body``.
 
         Parameters
@@ -102,6 +112,8 @@ class Builder:
             Whether the body is one zstd frame (``nnsight-compress: True``).
         watched
             Whether its outputs are wanted while they are generated.
+        edits
+            Keys of the installed edits it may run.
 
         Raises
         ------
@@ -121,10 +133,14 @@ class Builder:
                 mediators, prompts, params, loras = self._prepare(tracer)
         finally:
             sources.release(key)
-        for index, param in enumerate(params):
+        for param in params:
             _check_sampling(param)
+        self._check_tokens(params)
+        for index, param in enumerate(params):
             param.extra_args[BLOCK] = param.extra_args.pop("nnsight_mediator")
             param.extra_args[SCOPE] = [f"{key}.{index}", filename]
+            if edits:
+                param.extra_args[EDITS] = list(edits)
             # Each partial output costs this process, and only a watched trace is read as it goes.
             # vLLM's partial outputs of several sequences hold one sequence each.
             partial = watched and param.n == 1
@@ -133,6 +149,19 @@ class Builder:
             )
         invokes = [Invoke(*invoke) for invoke in zip(prompts, params, loras, strict=True)]
         return Trace(mediators, invokes, said, names_of_siblings(mediators))
+
+    def _check_tokens(self, params: list[Any]) -> None:
+        """Refuse a trace that asks for more tokens than the server's limit."""
+        if not self.max_tokens:
+            return
+        longest = self.model.vllm_entrypoint.vllm_config.model_config.max_model_len
+        asked = sum((param.max_tokens or longest) * param.n for param in params)
+        if asked > self.max_tokens:
+            raise ValueError(
+                f"This trace asks for up to {asked} tokens over its invokes and sequences "
+                f"(max_tokens), and this server's max_trace_tokens allows {self.max_tokens}; ask "
+                "for fewer, or make several traces of it."
+            )
 
     def _prepare(self, tracer: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """Run what stands above the invokes and serialize each invoke's block onto its request."""
@@ -147,8 +176,13 @@ class Builder:
             clear_shared_locals()
         return mediators, prompts, params, loras or [None] * len(prompts)
 
-    def edit(self, body: bytes) -> None:
+    def edit(self, body: bytes) -> str:
         """Check that a serialized edit loads, so that a worker never has to refuse it.
+
+        Returns
+        -------
+        str
+            The source of its block.
 
         Raises
         ------
@@ -162,10 +196,11 @@ class Builder:
             edit = self._unpickle(body, scope)
         finally:
             sources.release(scope.key)
-        if not isinstance(edit, Mediator):
+        if not isinstance(edit, blocks.Block):
             raise BadBodyError(
                 "The body is not a serialized nnsight edit; send what `model.edit(serve=url)` does."
             )
+        return textwrap.dedent(edit.source)
 
     def decompressed(self, body: bytes, compressed: bool) -> bytes:
         """The body as it was before compression; never more than ``max_body_bytes`` bytes."""

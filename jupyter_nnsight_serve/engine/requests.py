@@ -7,7 +7,9 @@ says so there too.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import Requests
@@ -23,14 +25,21 @@ BLOCK = "serve_block"
 SCOPE = "serve_scope"
 """Key under which it carries ``[scope key, file name]`` for the block's source."""
 
+EDITS = "serve_edits"
+"""Key under which it carries the keys of the edits it may run; without it, it runs none."""
+
 
 class ServeRequests(Requests):
-    """nnsight's requests of one worker, each with its own sources and its own voice."""
+    """nnsight's requests of one worker, each with its own edits, sources and voice."""
+
+    templates: dict[str, Any]
+    names: dict[str, str | None]
 
     def __init__(self) -> None:
         super().__init__()
         self.said: dict[str, Said] = {}
         self.scopes: dict[str, str] = {}
+        self.runs: dict[str, int] = {}
 
     def register(
         self,
@@ -43,17 +52,22 @@ class ServeRequests(Requests):
         sources.release(scope.key)
         self.templates[registration_id] = blocks.loads(payload, persistent_objects, scope)
         self.names[registration_id] = name
+        self.runs[registration_id] = 0
 
     def unregister(self, registration_id: str) -> None:
         super().unregister(registration_id)
+        self.runs.pop(registration_id, None)
         sources.release(f"edit {registration_id}")
 
     def add(self, new_requests: list[Any], persistent_objects: dict[str, Any]) -> None:
         fresh = [data for data in new_requests if data.req_id not in self.requests]
-        super().add(new_requests, persistent_objects)
         for data in fresh:
-            request = self.requests[data.req_id]
             extra = data.sampling_params.extra_args or {}
+            with self._only(extra.get(EDITS, ())):
+                super().add([data], persistent_objects)
+            request = self.requests[data.req_id]
+            for key in request.copies:
+                self.runs[key] += 1
             if BLOCK in extra:
                 scope = Scope(*extra[SCOPE])
                 self.scopes[request.id] = scope.key
@@ -65,6 +79,18 @@ class ServeRequests(Requests):
             for mediator in request.workers():
                 mediator.__class__ = Block
                 mediator.said = said
+
+    @contextlib.contextmanager
+    def _only(self, keys: Sequence[str]) -> Iterator[None]:
+        """Have the edits of ``keys`` be all that are installed, in their order."""
+        installed = self.templates, self.names
+        keys = [key for key in keys if key in self.templates]
+        self.templates = {key: self.templates[key] for key in keys}
+        self.names = {key: self.names[key] for key in keys}
+        try:
+            yield
+        finally:
+            self.templates, self.names = installed
 
     def serve_result(self, mediator: Any, output: Any) -> None:
         try:

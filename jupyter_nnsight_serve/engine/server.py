@@ -104,6 +104,7 @@ class GenerateHandler(Handler):
                 self.compressed,
                 encode_raw if framed else encode_stock,
                 progress if watched else None,
+                [key for key in headers.get("Nnsight-Edits", "").split(",") if key],
             )
         )
         try:
@@ -206,11 +207,19 @@ class EditHandler(Handler):
                     "%", "%%"
                 ),
             ) from error
-        self.finish({"status": "ok", "id": edit_id, "name": name, "warnings": warnings})
+        known_as = self.get_query_argument("id", edit_id)
+        self.finish({"status": "ok", "id": known_as, "name": name, "warnings": warnings})
 
     async def delete(self, edit_id: str) -> None:
         await self.engine.clear(edit_id)
         self.finish({"status": "ok", "id": edit_id})
+
+
+class EditsHandler(Handler):
+    """The installed edits."""
+
+    async def get(self) -> None:
+        self.finish({"edits": await self.engine.edits()})
 
 
 class StatusHandler(Handler):
@@ -262,6 +271,7 @@ def listen(engine: Engine, path: str) -> HTTPServer:
         [
             (r"/generate", GenerateHandler, {"engine": engine}),
             (r"/edits/([^/]+)", EditHandler, {"engine": engine}),
+            (r"/edits", EditsHandler, {"engine": engine}),
             (r"/status", StatusHandler, {"engine": engine}),
             (r"/model", ModelHandler, {"engine": engine}),
             (r"/model/tokenizer", TokenizerHandler, {"engine": engine}),

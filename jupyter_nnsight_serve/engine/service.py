@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -38,17 +38,26 @@ class Engine:
         A dispatched asynchronous ``nnsight.modeling.vllm.VLLM``.
     max_request_bytes, max_response_bytes
         Largest body of a request and of a response, in bytes.
+    max_trace_tokens
+        Most tokens a trace may ask to generate; 0 for no limit.
     """
 
-    def __init__(self, model: Any, max_request_bytes: int, max_response_bytes: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_request_bytes: int,
+        max_response_bytes: int,
+        max_trace_tokens: int = 0,
+    ) -> None:
         self.model = model
         self.llm = model.vllm_entrypoint
-        self.builder = Builder(model, max_request_bytes)
+        self.builder = Builder(model, max_request_bytes, max_trace_tokens)
         self.runner = Runner(self.llm, max_response_bytes)
         self.max_request_bytes = max_request_bytes
         self.max_response_bytes = max_response_bytes
         self.description = describe(model)
         self.published = Published(model, self.description)
+        self.sources: dict[str, str] = {}
 
     def check_tree(self, tree_id: str | None) -> None:
         """Refuse a trace whose client says it was written for another tree."""
@@ -59,7 +68,12 @@ class Engine:
             )
 
     async def generate(
-        self, body: bytes, compressed: bool, encode: Encode, progress: Progress | None = None
+        self,
+        body: bytes,
+        compressed: bool,
+        encode: Encode,
+        progress: Progress | None = None,
+        edits: Sequence[str] = (),
     ) -> tuple[Outcome, list[memoryview | bytes]]:
         """Run a serialized trace.
 
@@ -69,6 +83,8 @@ class Engine:
             `encode_stock` or `encode_raw`.
         progress
             Told how far it is.
+        edits
+            Keys of the installed edits it may run.
 
         Returns
         -------
@@ -77,7 +93,7 @@ class Engine:
             in the build or in a block, is part of the outcome.
         """
         try:
-            trace = self.builder.trace(body, compressed, watched=progress is not None)
+            trace = self.builder.trace(body, compressed, progress is not None, edits)
         except EngineError:
             raise
         except Exception as error:
@@ -112,11 +128,12 @@ class Engine:
             What the person who installs it should know.
         """
         body = self.builder.decompressed(body, compressed)
-        self.builder.edit(body)
+        source = self.builder.edit(body)
         for refused in await self._workers("serve_register", edit_id, body, name):
             if refused is not None:
                 await self.clear(edit_id)
                 raise BadBodyError(f"The edit could not be installed: {refused}")
+        self.sources[edit_id] = source
         if self.llm.vllm_config.cache_config.enable_prefix_caching:
             return [
                 "This engine runs with prefix caching, so requests that nnsight did not make may "
@@ -126,7 +143,16 @@ class Engine:
 
     async def clear(self, edit_id: str) -> None:
         """Remove an edit from every worker; an unknown id changes nothing."""
+        self.sources.pop(edit_id, None)
         await self._workers("nnsight_clear_registered", edit_id)
+
+    async def edits(self) -> dict[str, dict[str, Any]]:
+        """Source, and requests run so far, of every installed edit by its key."""
+        runs: dict[str, int] = (await self._workers("serve_edit_runs"))[0]
+        return {
+            key: {"source": source, "runs": runs.get(key, 0)}
+            for key, source in self.sources.items()
+        }
 
     async def status(self) -> dict[str, Any]:
         """The model, versions, settings and load of this engine."""

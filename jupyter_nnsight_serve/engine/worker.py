@@ -118,6 +118,10 @@ class ServeWorker:
             return f"{told['type_name']}: {told['message']}"
         return None
 
+    def serve_edit_runs(self) -> dict[str, int]:
+        """How many requests each installed edit has run for."""
+        return dict(self.model_runner.nnsight_requests.runs)
+
     def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
         events.stage("measuring memory")
         return super().determine_available_memory(*args, **kwargs)  # type: ignore[misc]

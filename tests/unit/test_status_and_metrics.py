@@ -50,10 +50,17 @@ async def test_status_of_a_ready_engine(
         "running": 1,
         "waiting": 0,
         "requests": {"running": 1, "waiting": 0, "tracked": 1},
+        "caller": {"name": "owner", "may": ["admin", "edit", "read", "trace"]},
         "limits": {
             "max_request_bytes": 2**30,
             "max_response_bytes": 4 * 2**30,
             "trace_timeout": 600.0,
+            "max_traces": 256,
+            "max_user_traces": 64,
+            "max_user_waiting": 256,
+            "max_trace_tokens": 0,
+            "max_edits": 32,
+            "edit_lifetime": 604800.0,
         },
     }
     assert trace["id"] == ready.admission.ids()[0]
@@ -78,10 +85,8 @@ class TestWhileLoading:
         for method, path in (
             ("POST", "/v1/nnsight/generate"),
             ("POST", "/v1/nnsight/register/x"),
-            ("POST", "/v1/nnsight/register/x/clear"),
-            ("DELETE", "/nnsight/register/x"),
         ):
-            response = await ask(path, method, body=b"x" if method == "POST" else None)
+            response = await ask(path, method, body=b"x")
             assert response.code == 503, path
             assert response.headers["Retry-After"] == "10"
             assert re.fullmatch(
