@@ -29,6 +29,7 @@ from .authorizer import ACTIONS, AUTH_RESOURCE, Rules
 from .edits import EditBook
 from .errors import EngineUnavailable, NotAllowed, WrongMethod, body_of, message_of
 from .identity import Caller, adopt_api_key, caller_of, refusal
+from .record import Recorder
 from .settings import EngineSettings
 from .supervisor import EngineSupervisor
 from .upstream import EngineLost
@@ -125,6 +126,11 @@ class NNsightHandler(ExtensionHandlerMixin, APIHandler):
     def edits(self) -> EditBook:
         """The installed edits."""
         return cast(EditBook, self.settings["nnsight_edits"])
+
+    @property
+    def recorder(self) -> Recorder:
+        """The totals of each user."""
+        return cast(Recorder, self.settings["nnsight_recorder"])
 
     @property
     def engine_settings(self) -> EngineSettings:

@@ -123,6 +123,8 @@ class EditBook:
         Edits a caller may have; one more, and the caller's oldest goes.
     lifetime
         Seconds after which an edit goes; 0 for no limit. Shared edits stay.
+    on_change
+        Called with "installed", "cleared" or "removed", the edit, and the reason of a removal.
     clock
         Unix time in seconds.
     """
@@ -132,11 +134,13 @@ class EditBook:
         parent: str,
         max_edits: int = 32,
         lifetime: float = 0.0,
+        on_change: Callable[[str, Edit, str | None], None] = lambda action, edit, reason: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._parent = parent
         self._max_edits = max_edits
         self._lifetime = lifetime
+        self._on_change = on_change
         self._clock = clock
         self._directory: str | None = None
         self._drafts = 0
@@ -173,6 +177,7 @@ class EditBook:
         self._edits.pop(edit.key, None)
         self._edits[edit.key] = edit
         self._stale.discard(edit.key)
+        self._on_change("installed", edit, None)
         own = [e for e in self._edits.values() if e.owner == edit.owner and not e.shared]
         for oldest in own[: -self._max_edits] if not edit.shared else ():
             self._remove(
@@ -209,6 +214,7 @@ class EditBook:
         with contextlib.suppress(OSError):
             os.unlink(self._body(edit.key))
         self._stale.add(edit.key)
+        self._on_change("cleared" if reason is None else "removed", edit, reason)
         if reason is not None:
             now = self._clock()
             told = {**edit.model(now), "removed": now, "reason": reason}

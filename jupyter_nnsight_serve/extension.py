@@ -22,8 +22,9 @@ from .edits import EditBook
 from .errors import SettingError
 from .handlers import ROUTES, NearMissHandler
 from .identity import server_owner
+from .record import Recorder
 from .settings import DEFAULT_COMMAND, EngineSettings, check_names
-from .supervisor import EngineSupervisor
+from .supervisor import EngineSupervisor, Status
 from .upstream import Upstream
 
 
@@ -243,20 +244,22 @@ class NNsightServe(ExtensionApp):
             edit_lifetime=self.edit_lifetime,
             engine_command=list(self.engine_command),
         )
+        runtime = self.serverapp.runtime_dir
+        assert self.serverapp.event_logger is not None
+        self.recorder = Recorder(self.serverapp.event_logger, settings.devices)
         self.edits = EditBook(
-            self.serverapp.runtime_dir, settings.max_edits, settings.edit_lifetime
+            runtime, settings.max_edits, settings.edit_lifetime, self.recorder.edit_changed
         )
         self.admission = Admission(
             log,
             Limits(settings.max_traces, settings.max_user_traces, settings.max_user_waiting),
+            self.recorder.trace_finished,
         )
 
         async def reinstall(upstream: Upstream) -> None:
             await self.edits.reinstall(upstream, settings.trace_timeout)
 
-        self.supervisor = EngineSupervisor(
-            settings, self.serverapp.runtime_dir, log, reinstall, self.admission.refuse_waiting
-        )
+        self.supervisor = EngineSupervisor(settings, runtime, log, reinstall, self._engine_changed)
         rules = self._rules()
         self._judge(settings)
         self.settings.update(
@@ -266,8 +269,15 @@ class NNsightServe(ExtensionApp):
                 "nnsight_edits": self.edits,
                 "nnsight_admission": self.admission,
                 "nnsight_supervisor": self.supervisor,
+                "nnsight_recorder": self.recorder,
             }
         )
+
+    def _engine_changed(self, before: Status, now: Status) -> None:
+        """The engine's state changed; who waits for one that is gone is told."""
+        self.recorder.engine_state_changed(before, now)
+        if before.state == "ready":
+            self.admission.refuse_waiting(self.supervisor.unavailable())
 
     def _judge(self, settings: EngineSettings) -> None:
         """End the process over a wrong setting when it is ours; let another server run on."""

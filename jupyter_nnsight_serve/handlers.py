@@ -23,7 +23,14 @@ from .upstream import EngineLost, ResponseHead
 QUIET_SECONDS = 0.25
 
 # Headers of a trace that are for the engine.
-_PASSED = ("nnsight-compress", "Accept", "Nnsight-Tree", "Nnsight-Tokens", "Nnsight-Progress")
+_PASSED = (
+    "nnsight-compress",
+    "Accept",
+    "Nnsight-Tree",
+    "Nnsight-Model",
+    "Nnsight-Tokens",
+    "Nnsight-Progress",
+)
 
 
 class GenerateHandler(StreamingHandler):
@@ -297,6 +304,18 @@ class StatusHandler(NNsightHandler):
         )
 
 
+class UsageHandler(NNsightHandler):
+    """What each user has had of the engine."""
+
+    _track_activity = False
+
+    @web.authenticated
+    @allowed_to("admin")
+    async def get(self) -> None:
+        """Totals since the server started, for admins."""
+        await self.answer(self.recorder.usage())
+
+
 class NearMissHandler(NNsightHandler):
     """A path that is nearly right: the answer names the right one.
 
@@ -342,6 +361,7 @@ ROUTES: list[tuple[str, type[NNsightHandler]]] = [
     (r"/v1/nnsight/health", HealthHandler),
     (r"/health", HealthHandler),
     (r"/nnsight/status", StatusHandler),
+    (r"/nnsight/usage", UsageHandler),
     (r"/v1/nnsight/status", StatusHandler),
     # What comes close: anything below the two prefixes, the stock client's prefix below another
     # page's address, and the words themselves without it.

@@ -12,6 +12,7 @@ _RESOURCES = {
     "clear": ("DELETE", "/nnsight/register/{id}", "clear an edit"),
     "health": ("GET", "/nnsight/health", "ask whether a trace would run"),
     "status": ("GET", "/nnsight/status", "ask for the server's status"),
+    "usage": ("GET", "/nnsight/usage", "ask for each user's totals, as an admin"),
     "model": ("GET", "/nnsight/model", "ask for the served model's tree"),
     "tokenizer": ("GET", "/nnsight/model/tokenizer", "ask for its tokenizer"),
 }

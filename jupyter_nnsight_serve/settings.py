@@ -9,6 +9,7 @@ import ast
 import difflib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -65,6 +66,13 @@ class EngineSettings:
         if _looks_like_path(self.model):
             return os.path.basename(os.path.normpath(self.model))
         return self.model
+
+    @property
+    def devices(self) -> int:
+        """How many devices the engine runs on, by its parallel sizes."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        found = (self.engine_args.get(name, 1) for name in sizes)
+        return math.prod(size for size in found if isinstance(size, int) and size > 0)
 
     @property
     def default_command(self) -> bool:

@@ -84,8 +84,8 @@ class EngineSupervisor:
         Gets the engine's log, each line marked.
     on_up
         Awaited when an engine has loaded, before it counts as ready; gets its HTTP.
-    on_down
-        Called when an engine is no longer ready, with what a caller is told.
+    on_change
+        Called when the state has changed, with the status before and the one now.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class EngineSupervisor:
         runtime_dir: str,
         log: logging.Logger | logging.LoggerAdapter[Any],
         on_up: Callable[[Upstream], Awaitable[None]] | None = None,
-        on_down: Callable[[EngineUnavailable], None] = lambda error: None,
+        on_change: Callable[[Status, Status], None] = lambda before, now: None,
     ) -> None:
         self._settings = settings
         self._runtime_dir = runtime_dir
         self._log = log
         self._on_up = on_up
-        self._on_down = on_down
+        self._on_change = on_change
         self._transport: asyncio.SubprocessTransport | None = None
         self._exited: asyncio.Event | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -394,11 +394,10 @@ class EngineSupervisor:
             self._socket_dir = None
 
     def _set(self, status: Status) -> None:
-        was_ready = self._status.state == "ready"
-        self._status = status
-        ENGINE_STATE.state(status.state)
-        if was_ready and status.state != "ready":
-            self._on_down(self.unavailable())
+        before, self._status = self._status, status
+        if before.state != status.state:
+            ENGINE_STATE.state(status.state)
+            self._on_change(before, status)
 
 
 class _EngineProtocol(asyncio.SubprocessProtocol):

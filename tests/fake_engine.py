@@ -6,6 +6,7 @@ A trace's body is a JSON object that says what to do with it, or anything at all
     {"seconds": 1.5}     answer after that time
     {"mib": 200}         answer with that many MiB
     {"never": true}      never answer
+    {"until": "/path"}   answer once there is such a file
     {"die": 3}           end the process with that exit code
     {"die": -9}          be killed by that signal
     {"refuse": 400}      answer with a JSON error of that status
@@ -154,6 +155,8 @@ class Generate(Handler):
                     await self.gone.wait()
             if self.gone.is_set():
                 return
+        while "until" in order and not os.path.exists(order["until"]):
+            await asyncio.sleep(0.01)
         if "die" in order:
             die(order["die"])
         if "refuse" in order:

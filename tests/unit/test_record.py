@@ -1,0 +1,120 @@
+"""Events on Jupyter's bus, and each user's totals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from jupyter_server.auth import IdentityProvider, User
+from jupyter_server.serverapp import ServerApp
+
+from jupyter_nnsight_serve.extension import NNsightServe
+
+from .conftest import Ask, said, wait_state
+
+ID = "https://events.jupyter.org/jupyter_nnsight_serve/{}/v1"
+
+
+class FromHeader(IdentityProvider):
+    """Everybody is who the header X-User says; root is the Hub's admin."""
+
+    def get_user(self, handler: Any) -> User:
+        name = handler.request.headers.get("X-User", "nobody")
+        user = User(username=name)
+        user.hub_user = {"admin": name == "root"}  # type: ignore[attr-defined]
+        return user
+
+    def is_token_authenticated(self, handler: Any) -> bool:
+        return True
+
+
+@pytest.fixture
+def jp_server_config(jp_server_config: dict[str, Any]) -> dict[str, Any]:
+    jp_server_config["ServerApp"]["identity_provider_class"] = FromHeader
+    return jp_server_config
+
+
+@pytest.fixture
+def serve_settings() -> dict[str, Any]:
+    return {
+        "engine_args": {"tensor_parallel_size": 2},
+        "max_edits": 1,
+        "restart_backoff": 0.1,
+        "admins": ["user:root"],
+    }
+
+
+@pytest.fixture
+def events(jp_serverapp: ServerApp, extension: NNsightServe) -> list[dict[str, Any]]:
+    """The events of this extension, as a listener gets them."""
+    heard: list[dict[str, Any]] = []
+
+    async def listen(logger: Any, schema_id: str, data: dict[str, Any]) -> None:
+        heard.append({"event": schema_id.split("/")[-2], **data})
+
+    for name in ("trace_finished", "edit_changed", "engine_state_changed"):
+        jp_serverapp.event_logger.add_listener(schema_id=ID.format(name), listener=listen)
+    return heard
+
+
+def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == name]
+
+
+async def test_events_tell_who_did_what_and_validate(
+    events: list[dict[str, Any]], ready: NNsightServe, ask: Ask
+) -> None:
+    ann = {"X-User": "ann"}
+    await ask("/nnsight/generate", "POST", body=b"four", headers=ann)
+    for edit_id in ("1", "2"):
+        await ask(f"/nnsight/register/{edit_id}?name=n{edit_id}", "POST", body=b"b", headers=ann)
+    await ask("/nnsight/register/2", "DELETE", headers=ann)
+    died = await ask("/nnsight/generate", "POST", body=b'{"die": 3}', headers=ann)
+    await wait_state(ready, "ready")
+    await asyncio.sleep(0.1)
+
+    first, lost = of(events, "trace_finished")
+    assert (first["user"], first["outcome"]) == ("ann", "ok")
+    assert (first["prompt_tokens"], first["generated_tokens"]) == (7, 1)
+    assert (first["bytes_in"], first["bytes_out"]) == (4, 11)
+    assert 0 < first["engine_seconds"] <= first["run_seconds"]
+    assert (lost["outcome"], lost["id"]) == (
+        "lost",
+        died.headers.get("Nnsight-Trace-Id", lost["id"]),
+    )
+
+    told = [(e["action"], e["id"], e["name"], e["user"]) for e in of(events, "edit_changed")]
+    assert told == [
+        ("installed", "1", "n1", "ann"),
+        ("installed", "2", "n2", "ann"),
+        ("removed", "1", "n1", "ann"),
+        ("cleared", "2", "n2", "ann"),
+    ]
+    assert "max_edits" in of(events, "edit_changed")[2]["reason"]
+
+    states = [(e["before"], e["state"]) for e in of(events, "engine_state_changed")]
+    assert states == [
+        ("stopped", "starting"),
+        ("starting", "ready"),
+        ("ready", "starting"),
+        ("starting", "ready"),
+    ]
+    assert "exit code 3" in of(events, "engine_state_changed")[2]["reason"]
+
+
+async def test_usage_is_each_users_and_for_admins(ready: NNsightServe, ask: Ask) -> None:
+    for user, body in (("ann", b'{"seconds": 0.2}'), ("ann", b'{"raise": true}'), ("bob", b"x")):
+        await ask("/nnsight/generate", "POST", body=body, headers={"X-User": user})
+    refused = await ask("/nnsight/usage", headers={"X-User": "ann"})
+    assert refused.code == 403
+    assert "admin" in said(refused)
+    usage = json.loads((await ask("/nnsight/usage", headers={"X-User": "root"})).body)
+    assert (usage["devices"], list(usage["users"])) == (2, ["ann", "bob"])
+    ann = usage["users"]["ann"]
+    assert ann["traces"] == {"ok": 1, "error": 1}
+    assert 0.2 <= ann["engine_seconds"] < 5
+    assert ann["gpu_seconds"] == pytest.approx(2 * ann["engine_seconds"])
+    assert (ann["prompt_tokens"], ann["generated_tokens"]) == (14, 2)
+    assert usage["users"]["bob"]["bytes_in"] == 1
