@@ -63,6 +63,8 @@ test: install models proxy ## Run all tests; ARGS="-k name" for some of them
 	@$(RUN) -m pytest tests/client $(ARGS)
 	@echo "test: pytest tests/engine $(ARGS)"
 	@$(RUN) -m pytest tests/engine $(ARGS)
+	@echo "test: pytest tests/hub $(ARGS)"
+	@$(RUN) -m pytest tests/hub $(ARGS)
 
 lint: install ## Run ruff, ruff format --check and mypy --strict
 	@echo "lint: ruff check"
