@@ -10,6 +10,8 @@ SHELL := bash
 PYTHON ?= python3
 
 VENV := .venv
+# A notebook's environment: the client and no vLLM.
+NOTEBOOK := .venv-notebook
 RUN := $(VENV)/bin/python
 # Touched when the installation is complete; older than pyproject.toml, it is done again.
 INSTALLED := $(VENV)/.installed
@@ -18,7 +20,7 @@ SMOLLM2 := .models/smollm2-135m-instruct
 TINY := .models/tiny-llama
 PROXY := .proxy/configurable-http-proxy
 
-.PHONY: help install models proxy demo serve test lint format clean distclean
+.PHONY: help install notebook models proxy demo serve test lint format clean distclean
 
 help: ## List these commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -32,6 +34,10 @@ $(INSTALLED): pyproject.toml tools/install.py
 	@[ -x $(RUN) ] || { echo "install: making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@$(RUN) tools/install.py
 	@touch $@
+
+# The tool looks at the dates itself, because the tests call it as well.
+notebook: install ## Make .venv-notebook, which has no vLLM, for the notebooks of examples/
+	@$(RUN) tools/install.py notebook $(NOTEBOOK)
 
 models: $(SMOLLM2)/config.json $(TINY)/config.json ## Make the two models of the demo and the tests in .models
 
@@ -56,7 +62,7 @@ serve: install $(SMOLLM2)/config.json ## Start a server on the CPU and leave it 
 	@$(RUN) tools/demo.py serve $(SMOLLM2)
 
 # Processes of their own: importing nnsight, which all but the unit tests do, changes every object.
-test: install models proxy ## Run all tests; ARGS="-k name" for some of them
+test: install notebook models proxy ## Run all tests; ARGS="-k name" for some of them
 	@echo "test: pytest tests/unit $(ARGS)"
 	@$(RUN) -m pytest tests/unit $(ARGS)
 	@echo "test: pytest tests/client $(ARGS)"
@@ -78,11 +84,11 @@ format: install ## Put the sources into ruff's format
 	@$(VENV)/bin/ruff check --fix-only .
 	@$(VENV)/bin/ruff format .
 
-clean: ## Remove caches and builds; keep .venv, .models and .proxy
+clean: ## Remove caches and builds; keep .venv, .venv-notebook, .models and .proxy
 	@echo "clean: caches and builds"
 	@rm -rf dist build .logs .mypy_cache .pytest_cache .ruff_cache
-	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove .venv, .models and .proxy as well
-	@echo "distclean: $(VENV), .models and .proxy"
-	@rm -rf $(VENV) .models .proxy
+distclean: clean ## Remove .venv, .venv-notebook, .models and .proxy as well
+	@echo "distclean: $(VENV), $(NOTEBOOK), .models and .proxy"
+	@rm -rf $(VENV) $(NOTEBOOK) .models .proxy

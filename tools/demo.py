@@ -75,6 +75,8 @@ class Server:
             **os.environ,
             "JUPYTER_CONFIG_DIR": str(state / "config"),
             "JUPYTER_RUNTIME_DIR": str(state / "runtime"),
+            # The client keeps the model's tree and tokenizer there.
+            "JUPYTER_DATA_DIR": str(state / "data"),
             # In the environment it is not seen in the list of processes.
             "JUPYTER_TOKEN": self.token,
             # A proxy for the outer world has no part in this.
@@ -219,7 +221,6 @@ def run_notebook(server: Server) -> dict[str, Any]:
         **server.environment,
         "NNSIGHT_SERVE_URL": server.url,
         "NNSIGHT_SERVE_TOKEN": server.token,
-        "NNSIGHT_SERVE_MODEL": str(server.model),
     }
     try:
         client.execute(env=environment)
@@ -273,24 +274,21 @@ def serve(model: Path) -> None:
     """Leave the server running, and say how to reach it."""
     with served(model, None) as server:
         print(f"""
-For examples/quickstart.ipynb, or any notebook:
+For the notebooks of examples/, or any other, before Jupyter is started:
 
     export NNSIGHT_SERVE_URL={server.url}
     export NNSIGHT_SERVE_TOKEN={server.token}
-    export NNSIGHT_SERVE_MODEL={server.model}
 
-In Python, in this environment ({sys.executable}):
+A kernel of .venv-notebook has what they need (`make notebook`). In Python, there or here:
 
-    import torch
-    if not torch.accelerator.is_available():
-        torch.accelerator.empty_cache = lambda: None
-    from nnsight.modeling.vllm import VLLM
+    from jupyter_nnsight_serve import connect
 
-    model = VLLM("{server.model}")
-    with model.trace("The Eiffel Tower is located in the city of", max_tokens=1,
-                     serve="{server.url}", api_key="{server.token}"):
+    model = connect("{server.url}", "{server.token}").model
+    with model.trace("The Eiffel Tower is located in the city of", max_tokens=1):
         logits = model.logits.save()
     print(model.tokenizer.decode(logits.argmax(dim=-1)))
+
+nnsight's own client takes the same two as `serve=` and `api_key=`.
 
 Ctrl-C stops it.
 """)
