@@ -172,6 +172,27 @@ class NNsightServe(ExtensionApp):
         package's own engine, in the Python that runs Jupyter.""",
     ).tag(config=True)
 
+    engine_command_prefix = List(
+        Unicode(),
+        help="""A command that the engine is run inside of, as a list of strings, such as that of
+        bubblewrap; {directory} in it is the engine's own directory, which it must be able to write
+        to. Default: none.""",
+    ).tag(config=True)
+
+    engine_environment = Dict(
+        key_trait=Unicode(),
+        value_trait=Unicode(),
+        help="""Further environment variables of the engine process. Of Jupyter's own it gets
+        paths, locale and proxies, and those of CUDA, NCCL, vLLM, torch and the model hub, but
+        nothing that is named like a secret.""",
+    ).tag(config=True)
+
+    refused_globals = List(
+        Unicode(),
+        help="""Names, as 'module.name', that a trace or an edit may not refer to, besides those
+        that no trace needs, such as os.system. This stops accidents, not attackers.""",
+    ).tag(config=True)
+
     @default("open_browser")
     def _default_open_browser(self) -> bool:
         # There is no page to show.
@@ -243,6 +264,9 @@ class NNsightServe(ExtensionApp):
             max_edits=self.max_edits,
             edit_lifetime=self.edit_lifetime,
             engine_command=list(self.engine_command),
+            engine_command_prefix=list(self.engine_command_prefix),
+            engine_environment=dict(self.engine_environment),
+            refused_globals=list(self.refused_globals),
         )
         runtime = self.serverapp.runtime_dir
         assert self.serverapp.event_logger is not None

@@ -22,7 +22,8 @@ from typing import Any
 
 from .errors import SettingError
 
-DEFAULT_COMMAND = (sys.executable, "-m", "jupyter_nnsight_serve.engine")
+# Without -P the engine would import from its working directory.
+DEFAULT_COMMAND = (sys.executable, "-P", "-m", "jupyter_nnsight_serve.engine")
 
 # Engine arguments that are set elsewhere, each with what to do instead.
 _OWNED = {
@@ -59,6 +60,9 @@ class EngineSettings:
     max_trace_tokens: int = 0
     spool_dir: str = ""
     engine_command: list[str] = field(default_factory=lambda: list(DEFAULT_COMMAND))
+    engine_command_prefix: list[str] = field(default_factory=list)
+    engine_environment: dict[str, str] = field(default_factory=dict)
+    refused_globals: list[str] = field(default_factory=list)
 
     @property
     def display_name(self) -> str:
@@ -94,6 +98,7 @@ class EngineSettings:
             "max_request_bytes": self.max_request_bytes,
             "max_response_bytes": self.max_response_bytes,
             "max_trace_tokens": self.max_trace_tokens,
+            "refused_globals": self.refused_globals,
         }
 
     def check(self) -> None:
@@ -256,11 +261,19 @@ def _check_command(settings: EngineSettings) -> None:
         raise SettingError(
             "c.NNsightServe.engine_command is empty; remove it to run this package's own engine."
         )
-    if shutil.which(settings.engine_command[0]) is None:
-        raise SettingError(
-            f"c.NNsightServe.engine_command begins with {settings.engine_command[0]!r}, which is "
-            "no program that can be run; give the path of one."
-        )
+    for name in ("engine_command", "engine_command_prefix"):
+        command = getattr(settings, name)
+        if command and shutil.which(command[0]) is None:
+            raise SettingError(
+                f"c.NNsightServe.{name} begins with {command[0]!r}, which is no program that can "
+                "be run; give the path of one."
+            )
+    for name in settings.refused_globals:
+        if not re.fullmatch(r"\w+(\.\w+)+", name):
+            raise SettingError(
+                f"c.NNsightServe.refused_globals has {name!r}; an entry is a module and a name in "
+                "it, such as 'os.getenv'."
+            )
 
 
 def engine_argument_names() -> list[str] | None:

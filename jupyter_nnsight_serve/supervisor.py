@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .engine_output import EngineOutput
+from .environment import engine_command, engine_environment, model_hub_token
 from .errors import EngineUnavailable, without_paths
 from .metrics import ENGINE_STATE
 from .settings import EngineSettings
@@ -44,9 +46,6 @@ MAX_BACKOFF_SECONDS = 60.0
 
 # Seconds in which the exit of an engine whose connection broke is reported.
 LOST_SECONDS = 3.0
-
-# The engine runs code of the callers, so the tokens of this server are not in its environment.
-_TOKEN_VARIABLES = ("JUPYTER_TOKEN", "JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -206,6 +205,22 @@ class EngineSupervisor:
         assert self._socket_dir is not None
         return os.path.join(self._socket_dir, "engine.sock")
 
+    @property
+    def _token_path(self) -> str:
+        assert self._socket_dir is not None
+        return os.path.join(self._socket_dir, "hub-token")
+
+    def _keep_token(self) -> None:
+        """Put the model hub's token where the engine finds it while it loads."""
+        token = model_hub_token(os.environ)
+        if token is not None:
+            with open(os.open(self._token_path, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+                file.write(token)
+
+    def _forget_token(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._token_path)
+
     def _make_socket_dir(self) -> str:
         try:
             os.makedirs(self._runtime_dir, mode=0o700, exist_ok=True)
@@ -222,9 +237,13 @@ class EngineSupervisor:
         self._upstream = Upstream(self._socket_path)
         self._exited = exited = asyncio.Event()
         self._output = output = EngineOutput(self._log, self._on_event)
-        command = self._settings.engine_command
-        environment = {k: v for k, v in os.environ.items() if k not in _TOKEN_VARIABLES}
+        settings = self._settings
+        command = engine_command(
+            settings.engine_command_prefix, settings.engine_command, self._socket_dir
+        )
+        environment = engine_environment(os.environ, settings.engine_environment, self._token_path)
         try:
+            self._keep_token()
             transport, _ = await asyncio.get_running_loop().subprocess_exec(
                 lambda: _EngineProtocol(output, self._on_exit),
                 *command,
@@ -233,6 +252,8 @@ class EngineSupervisor:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
                 env=environment,
+                cwd=self._socket_dir,
+                umask=0o077,
             )
         except OSError as error:
             self._remove_socket_dir()
@@ -259,6 +280,7 @@ class EngineSupervisor:
             self._set_stage(stage)
             self._log.info("Engine: %s", stage)
         elif event.get("event") == "ready":
+            self._forget_token()
             self._raising = asyncio.ensure_future(self._raise())
         elif event.get("event") == "failed":
             self._told = str(event.get("reason") or "it gave no reason")

@@ -39,6 +39,9 @@ from tornado.netutil import bind_unix_socket
 
 MIB = 2**20
 
+# What this process was started with; the folder's own is the one that listing it opens.
+FDS = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+
 # The largest body that is looked into for an order.
 ORDER_BYTES = 4096
 
@@ -277,7 +280,17 @@ async def main() -> None:
     if arguments.grandchild:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
         engine.record(event="grandchild", pid=child.pid)
-    engine.record(event="started", pid=os.getpid(), environment=sorted(os.environ), config=config)
+    umask = os.umask(0o077)
+    engine.record(
+        event="started",
+        pid=os.getpid(),
+        group=os.getpgrp(),
+        cwd=os.getcwd(),
+        umask=umask,
+        fds=FDS,
+        environment=sorted(os.environ),
+        config=config,
+    )
     for line in arguments.say:
         say(line)
     if arguments.long_line:

@@ -14,6 +14,7 @@ import traceback
 from typing import Any
 
 from . import events, lifeline
+from .confine import confine
 
 HEALTH_SECONDS = 0.5
 """Seconds between two looks at whether vLLM's engine core is still alive."""
@@ -36,11 +37,17 @@ def failure(error: BaseException) -> str:
 
 async def serve(model: Any, config: dict[str, Any]) -> None:
     """Serve ``model`` until vLLM's engine core dies."""
+    from .scan import Scan
     from .server import listen
     from .service import Engine
 
-    limits = ("max_request_bytes", "max_response_bytes", "max_trace_tokens")
-    engine = Engine(model, *(config[name] for name in limits))
+    engine = Engine(
+        model,
+        config["max_request_bytes"],
+        config["max_response_bytes"],
+        config["max_trace_tokens"],
+        Scan(config["refused_globals"]),
+    )
     server = listen(engine, config["socket"])
     events.emit("ready", **engine.description)
     try:
@@ -56,6 +63,7 @@ async def serve(model: Any, config: dict[str, Any]) -> None:
 def main() -> None:
     """Load the configured model, serve it, and leave no process behind."""
     lifeline.lead_group()
+    confine()
     config = read_config(0)
     lifeline.watch_starter(0, config["socket"])
     code = 0

@@ -26,10 +26,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from . import blocks, sources
+from .adapters import lora_request
 from .advice import names_of_siblings, unnamed_saves
 from .errors import BadBodyError, OtherModelError, TooLargeError
 from .requests import BLOCK, EDITS, SCOPE
 from .said import Said, listening
+from .scan import RefusedGlobalError, Scan
 from .sources import Scope
 from .tree import difference, envoys_by_id, tag
 
@@ -40,6 +42,8 @@ NOT_A_TRACE = (
     "The body is not a serialized nnsight trace or edit ({why}); send what "
     "`model.trace(..., serve=url)` and `model.edit(serve=url)` do."
 )
+
+NOT_LOADED = "This body was refused before any of it was loaded: {why}."
 
 
 @dataclass
@@ -84,11 +88,16 @@ class Builder:
         Largest body in bytes once decompressed.
     max_tokens
         Most tokens a trace may ask to generate, over its invokes and sequences; 0 for no limit.
+    scan
+        Looks at bodies before they are loaded.
     """
 
-    def __init__(self, model: Any, max_body_bytes: int, max_tokens: int = 0) -> None:
+    def __init__(
+        self, model: Any, max_body_bytes: int, max_tokens: int = 0, scan: Scan | None = None
+    ) -> None:
         self.model = model
         self.max_tokens = max_tokens
+        self.scan = scan or Scan()
         self.name = model.vllm_entrypoint.vllm_config.model_config.model
         self.max_body_bytes = max_body_bytes
         self.envoys = envoys_by_id(model)
@@ -139,8 +148,7 @@ class Builder:
         for index, param in enumerate(params):
             param.extra_args[BLOCK] = param.extra_args.pop("nnsight_mediator")
             param.extra_args[SCOPE] = [f"{key}.{index}", filename]
-            if edits:
-                param.extra_args[EDITS] = list(edits)
+            param.extra_args[EDITS] = list(edits)
             # Each partial output costs this process, and only a watched trace is read as it goes.
             # vLLM's partial outputs of several sequences hold one sequence each.
             partial = watched and param.n == 1
@@ -174,7 +182,8 @@ class Builder:
             dec()
             model.interleaver.cancel()
             clear_shared_locals()
-        return mediators, prompts, params, loras or [None] * len(prompts)
+        adapters = [lora_request(lora) for lora in loras or [None] * len(prompts)]
+        return mediators, prompts, params, adapters
 
     def edit(self, body: bytes) -> str:
         """Check that a serialized edit loads, so that a worker never has to refuse it.
@@ -279,6 +288,10 @@ class Builder:
         """
         if not body:
             raise BadBodyError(NOT_A_TRACE.format(why="it is empty"))
+        try:
+            self.scan.check(body)
+        except RefusedGlobalError as error:
+            raise BadBodyError(NOT_LOADED.format(why=error)) from None
         try:
             with blocks.contained():
                 return blocks.loads(body, self.persistent_objects, scope)

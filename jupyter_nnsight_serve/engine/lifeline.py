@@ -98,6 +98,9 @@ def watch_engine() -> None:
 
 def _when_gone(pid: int, grace: float) -> None:
     """Kill the process group ``grace`` seconds after the end of process ``pid``."""
+    if pid == 0:
+        # In a process namespace of its own the starter is outside; the namespace ends with it.
+        return
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

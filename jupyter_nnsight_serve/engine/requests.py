@@ -26,7 +26,7 @@ SCOPE = "serve_scope"
 """Key under which it carries ``[scope key, file name]`` for the block's source."""
 
 EDITS = "serve_edits"
-"""Key under which it carries the keys of the edits it may run; without it, it runs none."""
+"""Key under which a served request carries the keys of the edits that are there for it."""
 
 
 class ServeRequests(Requests):
@@ -63,7 +63,8 @@ class ServeRequests(Requests):
         fresh = [data for data in new_requests if data.req_id not in self.requests]
         for data in fresh:
             extra = data.sampling_params.extra_args or {}
-            with self._only(extra.get(EDITS, ())):
+            # A request that nnsight makes in its own process does not say, and runs them all.
+            with self._only(extra.get(EDITS, list(self.templates))):
                 super().add([data], persistent_objects)
             request = self.requests[data.req_id]
             for key in request.copies:

@@ -16,6 +16,7 @@ from .frames import Progress
 from .model import describe
 from .published import Published
 from .run import Outcome, Runner
+from .scan import Scan
 from .sources import capture_exception
 
 THREAD_BYTES = 2**20
@@ -40,6 +41,8 @@ class Engine:
         Largest body of a request and of a response, in bytes.
     max_trace_tokens
         Most tokens a trace may ask to generate; 0 for no limit.
+    scan
+        Looks at bodies before they are loaded.
     """
 
     def __init__(
@@ -48,10 +51,11 @@ class Engine:
         max_request_bytes: int,
         max_response_bytes: int,
         max_trace_tokens: int = 0,
+        scan: Scan | None = None,
     ) -> None:
         self.model = model
         self.llm = model.vllm_entrypoint
-        self.builder = Builder(model, max_request_bytes, max_trace_tokens)
+        self.builder = Builder(model, max_request_bytes, max_trace_tokens, scan)
         self.runner = Runner(self.llm, max_response_bytes)
         self.max_request_bytes = max_request_bytes
         self.max_response_bytes = max_response_bytes
@@ -59,12 +63,21 @@ class Engine:
         self.published = Published(model, self.description)
         self.sources: dict[str, str] = {}
 
-    def check_tree(self, tree_id: str | None) -> None:
-        """Refuse a trace whose client says it was written for another tree."""
+    def check_tree(self, tree_id: str | None, name: str | None) -> None:
+        """Refuse a trace whose client says it was written for another tree.
+
+        Parameters
+        ----------
+        tree_id
+            The id of the client's tree; None for a client that sends the tree itself.
+        name
+            The client's model.
+        """
         if tree_id is not None and tree_id != self.published.tree_id:
             raise OtherModelError(
-                f"The server serves {self.builder.name}, this trace was written for a model with "
-                "another module tree. Connect again to get the served model's."
+                f"The server serves {self.builder.name}, this trace was written for "
+                f"{name or 'another model'}: their module trees differ. Connect again to get the "
+                "served model's."
             )
 
     async def generate(

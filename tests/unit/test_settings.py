@@ -175,6 +175,7 @@ def test_engine_config_is_what_the_engine_expects(tmp_path: Path) -> None:
         "max_request_bytes": 2**30,
         "max_response_bytes": 5,
         "max_trace_tokens": 0,
+        "refused_globals": [],
     }
     assert settings.display_name == tmp_path.name
     assert EngineSettings(model="org/name").display_name == "org/name"

@@ -114,18 +114,6 @@ async def test_long_runtime_directory_is_not_used_for_the_socket(tmp_path: Path)
     assert not os.path.exists(os.path.dirname(path))
 
 
-async def test_engine_gets_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record
-) -> None:
-    for name in ("JUPYTER_TOKEN", "JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN", "KEPT"):
-        monkeypatch.setenv(name, "value")
-    async with supervised(tmp_path) as supervisor:
-        await until(supervisor, "ready")
-    environment = record("started")[0]["environment"]
-    assert "KEPT" in environment
-    assert not [name for name in environment if "TOKEN" in name]
-
-
 async def test_stop_ends_the_engine_and_what_it_started(tmp_path: Path, record: Record) -> None:
     async with supervised(tmp_path, "--grandchild") as supervisor:
         await until(supervisor, "ready")
