@@ -8,22 +8,21 @@ import queue
 import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nnsight.tracing.backend import Backend
 from nnsight.tracing.tracer import mark
 from nnsight.tracing.util import push
 
+from . import caches
 from .body import trace_body
+from .connection import Connection
 from .errors import PickledSaveError, ServedTraceError, served_error
 from .exchange import Event, Exchange
 from .link import Link
 from .outputs import Token
-from .progress import Progress, visible
+from .progress import visible
 from .wire import Outcome, PickleForbidden
-
-if TYPE_CHECKING:
-    from .model import ServedModel
 
 _TICK_SECONDS = 0.1
 
@@ -37,9 +36,13 @@ class ServedBackend(Backend):  # type: ignore[misc]
     Parameters
     ----------
     model
-        The model the trace is written against.
+        nnsight's model that the trace is written against.
+    connection
+        What the traces of one `connect` share.
     link
         The server it goes to.
+    written
+        Headers that say what the trace is written for.
     stream
         Whether the caller iterates over the text.
 
@@ -49,9 +52,18 @@ class ServedBackend(Backend):  # type: ignore[misc]
         Name to value, once the trace has ended.
     """
 
-    def __init__(self, model: ServedModel, link: Link, stream: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        connection: Connection,
+        link: Link,
+        written: dict[str, str],
+        stream: bool = False,
+    ) -> None:
         self.model = model
+        self.connection = connection
         self.link = link
+        self.written = written
         self.stream = stream
         self.awaited = False
         self.saves: dict[str, Any] = {}
@@ -127,14 +139,14 @@ class ServedBackend(Backend):  # type: ignore[misc]
 
     def _start(self, report: Any) -> Exchange:
         assert self._body is not None
-        headers = {"Nnsight-Tree": self.model.tree_id}
+        headers = dict(self.written)
         if self.stream:
             headers["Nnsight-Tokens"] = "1"
-        elif self.model.hub._progress and visible():
+        elif self.connection.line.wanted and visible():
             # Counting the tokens costs the engine a little, so only for somebody who looks.
             headers["Nnsight-Progress"] = "1"
         body, self._body = memoryview(self._body), None
-        allow_pickle = self.model.hub._allow_pickle
+        allow_pickle = self.connection.allow_pickle
         self._exchange = Exchange(self.link, headers, body, allow_pickle, report)
         self._exchange.start()
         return self._exchange
@@ -147,7 +159,7 @@ class ServedBackend(Backend):  # type: ignore[misc]
 
     def _listen(self) -> Iterator[Event]:
         """Tokens and the end; between them the line of progress is kept."""
-        progress = Progress(self.model.hub._progress and not self.stream)
+        progress = self.connection.line.trace(shown=not self.stream)
         try:
             while True:
                 event = self._next()
@@ -183,7 +195,7 @@ class ServedBackend(Backend):  # type: ignore[misc]
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         exchange = self._start(report)
-        progress = Progress(self.model.hub._progress)
+        progress = self.connection.line.trace()
         try:
             while True:
                 try:
@@ -218,8 +230,9 @@ class ServedBackend(Backend):  # type: ignore[misc]
 
     def _finish(self, outcome: Outcome) -> None:
         """Hand over what came: saves first, then what the blocks said, then what went wrong."""
+        for view in outcome.views:
+            caches.adopt(view, self.model)
         for value in outcome.saves.values():
-            self.model.adopt(value)
             # Read by an enclosing session, which keeps only what is marked.
             mark(value)
         self.saves = outcome.saves
@@ -227,7 +240,7 @@ class ServedBackend(Backend):  # type: ignore[misc]
             push(self._frame, outcome.saves)
         for stream, text in outcome.said:
             # A closed stream is no reason to lose the result.
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError), self.connection.line.aside():
                 print(text, end="", file=sys.stdout if stream == "stdout" else sys.stderr)
         if outcome.error is not None and not outcome.error.get("is_control_flow"):
             raise _served(outcome.error)

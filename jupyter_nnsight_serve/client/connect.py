@@ -9,9 +9,12 @@ import httpx
 
 from . import discover
 from .address import Address, read_address
+from .cache import Cache
+from .connection import Connection
 from .errors import HubError
 from .hub import Hub
 from .link import Link
+from .progress import Line
 from .secret import Secret
 
 DEFAULT_TIMEOUT = 120.0
@@ -72,10 +75,12 @@ def _connect(
 ) -> Hub:
     address, secret = _find(url, Secret(token))
     hub = Hub(
-        Link(address.url, secret, timeout),
-        cache_dir=None if cache_dir is None else Path(cache_dir),
-        allow_pickle=allow_pickle,
-        progress=progress,
+        Connection(
+            Link(address.url, secret, timeout),
+            Cache(None if cache_dir is None else Path(cache_dir)),
+            allow_pickle,
+            Line(progress),
+        )
     )
     hub.check()
     return hub

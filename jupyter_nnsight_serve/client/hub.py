@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 
 from . import edits
-from .cache import Cache
+from .connection import Connection
 from .errors import EngineNotReady, HubError
-from .link import Link
-from .progress import Progress
 
 if TYPE_CHECKING:
     from .model import ServedModel
@@ -46,18 +43,9 @@ class Hub:
         Its address.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        *,
-        cache_dir: Path | None = None,
-        allow_pickle: bool = True,
-        progress: bool = True,
-    ) -> None:
-        self._link = link
-        self._cache = Cache(cache_dir)
-        self._allow_pickle = allow_pickle
-        self._progress = progress
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._link = connection.link
         self._description: dict[str, Any] | None = None
         self._model: ServedModel | None = None
         self._lock = threading.RLock()
@@ -82,7 +70,7 @@ class Hub:
 
     def _describe(self) -> dict[str, Any]:
         """The served model's description, from the cache where the server says it still holds."""
-        kept = self._cache.model(self.url)
+        kept = self._connection.cache.model(self.url)
         headers = {"If-None-Match": kept[0]} if kept is not None else {}
         response = self._link.ask("GET", "/nnsight/model", headers=headers)
         if response.status_code == 304 and kept is not None:
@@ -102,7 +90,7 @@ class Hub:
         if not isinstance(description, dict) or "protocol" not in description:
             raise self._link.not_an_api()
         if etag := response.headers.get("ETag"):
-            self._cache.keep_model(self.url, etag, description)
+            self._connection.cache.keep_model(self.url, etag, description)
         return description
 
     @property
@@ -111,7 +99,7 @@ class Hub:
         with self._lock:
             if self._model is None:
                 description = self._description or self._describe()
-                self._model = _model_of(self, description)
+                self._model = _model_of(self._connection, description)
             return self._model
 
     def status(self) -> Status:
@@ -132,7 +120,7 @@ class Hub:
             It has failed or is stopped, or is not ready in time; the text says why.
         """
         end = time.monotonic() + timeout
-        progress = Progress(self._progress)
+        progress = self._connection.line.trace()
         try:
             while True:
                 status = self.status()
@@ -143,7 +131,7 @@ class Hub:
                     raise EngineNotReady(f"The engine is {state}: {status.get('reason')}")
                 if time.monotonic() > end:
                     raise EngineNotReady(f"The engine is still {state} after {timeout:g} s.")
-                progress.say(f"engine {state}: {status.get('stage') or ''}".rstrip(": "))
+                progress.say("loading", f"engine {state}: {status.get('stage') or ''}".rstrip(": "))
                 time.sleep(_POLL_SECONDS)
         finally:
             progress.close()
@@ -164,7 +152,7 @@ class Hub:
         raise TypeError("a Hub holds a token and does not travel; use hub.model in the block")
 
 
-def _model_of(hub: Hub, description: dict[str, Any]) -> ServedModel:
+def _model_of(connection: Connection, description: dict[str, Any]) -> ServedModel:
     # anyio cannot define its asyncio backend once nnsight has given every object a `save`; who
     # needs it in this process (httpx.AsyncClient does) gets it, if this is the first import.
     try:
@@ -173,7 +161,7 @@ def _model_of(hub: Hub, description: dict[str, Any]) -> ServedModel:
         pass
     from .model import ServedModel
 
-    return ServedModel(hub, description)
+    return ServedModel(connection, description)
 
 
 def _check_versions(description: dict[str, Any]) -> None:

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
-class _ServerModule:
-    """A module that is imported where this is unpickled."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return importlib.import_module, (self.name,)
-
-
-@dataclass(frozen=True)
+@dataclass
 class LoRARequest:
-    """Which adapter a request runs with; arrives as vLLM's own class.
+    """Which adapter a request runs with; travels as a plain dict.
 
     Parameters
     ----------
@@ -37,22 +24,5 @@ class LoRARequest:
     lora_int_id: int
     lora_path: str
 
-    def __reduce__(self) -> Any:
-        make = operator.methodcaller(
-            "LoRARequest", self.lora_name, self.lora_int_id, self.lora_path
-        )
-        return make, (_ServerModule("vllm.lora.request"),)
-
-
-def lora_request(given: Any) -> Any:
-    """``given`` as a request for an adapter.
-
-    A string is the adapter's directory on the server and its name; a dict holds the fields of
-    `LoRARequest`; anything else is passed on.
-    """
-    if isinstance(given, str):
-        # The engine keeps adapters by number, so that one path has to have one number.
-        return LoRARequest(given, zlib.crc32(given.encode()) % (2**31 - 1) + 1, given)
-    if isinstance(given, dict):
-        return LoRARequest(**given)
-    return given
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return dict, ([(item.name, getattr(self, item.name)) for item in fields(self)],)

@@ -6,13 +6,15 @@ nnsight reads a block's source by the file name of its code. IPython compiles wh
 
 from __future__ import annotations
 
+import ast
 import linecache
-from types import FrameType
+from types import CodeType, FrameType
 
 from nnsight.tracing.globals import BLOCKS, SOURCES
 
 _TIMED = "<timed exec>"
-_FRAMES = 6
+_FRAMES = 32
+"""How far up `%%time` is looked for; an event loop that runs inside of it takes some."""
 
 
 def lend_source(frame: FrameType) -> None:
@@ -25,7 +27,9 @@ def lend_source(frame: FrameType) -> None:
             return
         source = caller.f_locals.get("expr")
         if caller.f_code.co_name == "time" and isinstance(source, str):
-            break
+            if _holds(source, frame.f_code):
+                break
+            return
         caller = caller.f_back
     else:
         return
@@ -37,3 +41,16 @@ def lend_source(frame: FrameType) -> None:
     SOURCES[_TIMED] = source
     lines = source.splitlines(keepends=True)
     linecache.cache[_TIMED] = (len(source), None, lines, _TIMED)
+
+
+def _holds(source: str, code: CodeType) -> bool:
+    """Whether ``code`` is of the cell, and not of an earlier one that stood below ``%%time``."""
+    if code.co_name == "<module>":
+        return True
+    waiting = [compile(source, _TIMED, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]
+    while waiting:
+        found = waiting.pop()
+        if (found.co_name, found.co_firstlineno) == (code.co_name, code.co_firstlineno):
+            return bool(found.co_code == code.co_code)
+        waiting += [part for part in found.co_consts if isinstance(part, CodeType)]
+    return False

@@ -5,23 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+from urllib.parse import quote
 
-from nnsight.intervention.cache import CacheView
 from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.vllm.vllm import VLLM
 from nnsight.tracing.tracer import WithBlockNotFoundError
 
 from . import sampling, tree
 from .backend import ServedBackend
+from .connection import Connection
 from .errors import HubError
 from .link import Link
-from .lora import lora_request
 from .secret import Secret
+from .tokenizer import load
 from .tracer import ServedEdit, ServedTracer
-
-if TYPE_CHECKING:
-    from .hub import Hub
 
 NO_ENGINE = (
     "This model has no engine in this process: it runs on its server. Write a trace, "
@@ -42,15 +40,13 @@ class ServedModel(VLLM):  # type: ignore[misc]
 
     Attributes
     ----------
-    hub
-        The server.
     tree_id
         The id of the module tree, by which the server knows what a trace was written for.
     config
         What the server tells of the model's configuration, such as ``max_model_len``.
     """
 
-    def __init__(self, hub: Hub, description: dict[str, Any]) -> None:
+    def __init__(self, connection: Connection, description: dict[str, Any]) -> None:
         # VLLM's own __init__ builds vLLM's model; these are the attributes its methods read.
         self.vllm_entrypoint = None
         self.taps = ()
@@ -61,7 +57,7 @@ class ServedModel(VLLM):  # type: ignore[misc]
         self.kwargs: dict[str, Any] = {}
         # Edits are checked by the server, which knows those of other notebooks as well.
         self._serving = True
-        self.hub = hub
+        self._connection = connection
         self.tree_id = str(description.get("tree_id"))
         self._description = description
         self._tokenizer: Any = None
@@ -90,9 +86,8 @@ class ServedModel(VLLM):  # type: ignore[misc]
         """The served model's tokenizer, from the server or the cache; loaded when first used."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                from .tokenizer import load
-
-                self._tokenizer = load(self.hub, self._description.get("tokenizer") or {})
+                about = self._description.get("tokenizer") or {}
+                self._tokenizer = load(self._connection, about)
             return self._tokenizer
 
     @tokenizer.setter
@@ -126,10 +121,9 @@ class ServedModel(VLLM):  # type: ignore[misc]
                 del kwargs[name]
         served = (self._description.get("config") or {}).get("sampling")
         sampling.check(kwargs, bool(inputs), served)
-        if "lora_request" in kwargs:
-            kwargs["lora_request"] = lora_request(kwargs["lora_request"])
         if own.get("backend") is None:
-            own["backend"] = ServedBackend(self, link, stream)
+            written = {"Nnsight-Tree": self.tree_id, "Nnsight-Model": quote(self.name)}
+            own["backend"] = ServedBackend(self, self._connection, link, written, stream)
         own.setdefault("tracer_cls", ServedTracer)
         own.setdefault("fn", self._call)
         return Envoy.trace(self, *map(_plain_prompt, inputs), **own, **kwargs)
@@ -193,15 +187,10 @@ class ServedModel(VLLM):  # type: ignore[misc]
 
     def _link(self, serve: str | None, api_key: str | None) -> Link:
         """The way to the server, or to another one that a call names."""
-        link = self.hub._link
+        link = self._connection.link
         if serve is None or serve.rstrip("/") == link.url:
             return link
         return Link(serve.rstrip("/"), Secret(api_key), link.timeout)
-
-    def adopt(self, value: Any) -> None:
-        """Let a cache that came home be navigated like this model."""
-        if isinstance(value, CacheView) and value._cache.model is None:
-            value._cache.model = self
 
     # What only an engine in this process could do.
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
+
+from .lora import LoRARequest
 
 
 @dataclass
@@ -50,22 +55,75 @@ class RequestStateStats:
     """When a request was queued, scheduled and answered, in the engine's seconds."""
 
 
+@dataclass
+class FlatLogprobs(Sequence[dict[int, Logprob]]):
+    """Log-probabilities of every position in flat lists; reads as a list of dicts by token id.
+
+    Those of position i are the elements from ``start_indices[i]`` to ``end_indices[i]`` of the
+    other lists.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        return {
+            self.token_ids[at]: Logprob(self.logprobs[at], self.ranks[at], self.decoded_tokens[at])
+            for at in range(self.start_indices[index], self.end_indices[index])
+        }
+
+
+class Record(SimpleNamespace):
+    """A record of vLLM's of a kind this client does not know; shown by its kind's name."""
+
+    def __reduce__(self) -> Any:
+        return record, (type(self).__name__, vars(self))
+
+
 RECORDS: dict[str, type] = {
-    kind.__name__: kind for kind in (Logprob, CompletionOutput, RequestOutput, RequestStateStats)
+    kind.__name__: kind
+    for kind in (
+        Logprob,
+        FlatLogprobs,
+        CompletionOutput,
+        RequestOutput,
+        RequestStateStats,
+        LoRARequest,
+    )
 }
 
 
-@dataclass
-class Record:
-    """A result object of a kind this client does not know."""
+@functools.cache
+def _unknown(kind: str) -> type[Record]:
+    return type(kind, (Record,), {"__module__": __name__, "__doc__": Record.__doc__})
 
 
-def record(kind: str, fields: dict[str, Any]) -> Any:
-    """The record of ``kind`` with ``fields``; fields it does not declare become attributes."""
-    made = RECORDS.get(kind, Record)()
-    for name, value in fields.items():
-        setattr(made, name, value)
+def record(kind: str, values: dict[str, Any]) -> Any:
+    """The record of ``kind`` with ``values``; those it does not declare become attributes."""
+    known = RECORDS.get(kind)
+    if known is None:
+        return _unknown(kind)(**values)
+    declared = {item.name for item in fields(known)}
+    made = known(**{name: value for name, value in values.items() if name in declared})
+    for name in values.keys() - declared:
+        setattr(made, name, values[name])
     return made
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Stands for a part of a record that could not be made here."""
+
+    why: str
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .connection import Connection
 from .errors import HubError
 
-if TYPE_CHECKING:
-    from .hub import Hub
 
-
-def load(hub: Hub, about: dict[str, Any]) -> Any:
+def load(connection: Connection, about: dict[str, Any]) -> Any:
     """The tokenizer that the server describes as ``{"id", "bytes"}``; None if it has none.
 
     Raises
@@ -22,10 +20,10 @@ def load(hub: Hub, about: dict[str, Any]) -> Any:
     if not identity:
         return None
     try:
-        directory = hub._cache.tokenizer(identity)
+        directory = connection.cache.tokenizer(identity)
         if directory is None:
-            archive = hub._link.ask("GET", "/nnsight/model/tokenizer").content
-            directory = hub._cache.keep_tokenizer(identity, archive)
+            archive = connection.link.ask("GET", "/nnsight/model/tokenizer").content
+            directory = connection.cache.keep_tokenizer(identity, archive)
     except ValueError as error:
         raise HubError(f"The tokenizer could not be taken from the server: {error}.") from None
     from transformers import AutoTokenizer

@@ -58,6 +58,7 @@ class ServedTracer(VLLMTracer):  # type: ignore[misc]
 
     async def __aenter__(self) -> ServedTracer:
         # Spelled out, as `__enter__` is.
+        magics.lend_source(sys._getframe(1))
         self.capture()
         if skippable(self.node):
             skip_context(self)
@@ -112,6 +113,24 @@ class ServedEdit(RegisteringTracer):  # type: ignore[misc]
         return ServedRegistration(
             self._model, f"registration-{uuid.uuid4().hex}", self._link, self._name
         )
+
+    def __enter__(self) -> tuple[ServedEdit, ServedRegistration]:
+        # Spelled out, because all look for the caller's frame at a fixed depth.
+        magics.lend_source(sys._getframe(1))
+        self.capture()
+        if skippable(self.node):
+            skip_context(self)
+        self.registration = self._handle()
+        return self, self.registration
+
+    async def __aenter__(self) -> tuple[ServedEdit, ServedRegistration]:
+        # Spelled out, as `__enter__` is.
+        magics.lend_source(sys._getframe(1))
+        self.capture()
+        if skippable(self.node):
+            skip_context(self)
+        self.registration = self._handle()
+        return self, self.registration
 
     def __reduce_ex__(self, protocol: object) -> Any:
         # A block with `tracer.all()` reads the tracer, of which the engine needs no more than a

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from .outputs import record
+from . import caches
+from .outputs import Unread, record
 
 MAGIC = b"NNSERVE1"
 ALIGNMENT = 64
@@ -44,12 +45,15 @@ class Outcome:
         What a block raised, as nnsight's deferred error, or None.
     said
         Pairs of stream (``stdout`` or ``stderr``) and text that the blocks wrote.
+    views
+        The views of caches in the saves; they have no model yet.
     """
 
     saves: dict[str, Any] = field(default_factory=dict)
     undecoded: dict[str, Exception] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     said: list[tuple[str, str]] = field(default_factory=list)
+    views: list[Any] = field(default_factory=list)
     prompt_tokens: int = 0
     generated_tokens: int = 0
 
@@ -79,6 +83,9 @@ class ResultDecoder:
         self._pickles: list[bytearray] = []
         self._starts: list[int] = []
         self._regions: list[tuple[int, memoryview]] = []
+        self._numbered: list[Any] = []
+        self._arrays: dict[int, Any] = {}
+        self._views: list[Any] = []
 
     def feed(self, part: memoryview) -> None:
         """Take the next bytes."""
@@ -144,6 +151,7 @@ class ResultDecoder:
         if self._header is None or self.total is None or self.received < self.total:
             raise WireError("the result is not complete")
         header = self._header
+        self._mark(header)
         outcome = Outcome(
             error=header.get("error"),
             said=[(stream, text) for stream, text in header.get("said", ())],
@@ -151,37 +159,49 @@ class ResultDecoder:
             generated_tokens=header.get("generated_tokens", 0),
         )
         for name, value in header["saves"].items():
+            self._numbered = []
             try:
                 outcome.saves[name] = self._value(value)
             except Exception as error:
                 outcome.undecoded[name] = error
+        outcome.views = self._views
         return outcome
+
+    def _mark(self, header: dict[str, Any]) -> None:
+        """Have tensors be parameters, or require a gradient, that did in the block."""
+        for index, entry in enumerate(header.get("tensors", ())):
+            wanted = bool(entry.get("requires_grad"))
+            try:
+                if entry.get("parameter"):
+                    self._tensors[index] = torch.nn.Parameter(self._tensors[index], wanted)
+                elif wanted:
+                    self._tensors[index].requires_grad_()
+            except RuntimeError as error:
+                raise WireError(str(error)) from None
 
     def _value(self, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         tag: str
         content: Any
-        ((tag, content),) = value.items() if len(value) == 1 else (("record", value),)
+        tag, content = next(iter(value.items()))
         match tag:
             case "tensor":
                 return self._tensors[content]
-            case "list":
-                return [self._value(item) for item in content]
-            case "tuple":
-                return tuple(self._value(item) for item in content)
-            case "dict":
-                return {self._value(key): self._value(item) for key, item in content}
-            case "set":
-                return {self._value(item) for item in content}
-            case "frozenset":
-                return frozenset(self._value(item) for item in content)
+            case "array":
+                return self._arrays.setdefault(content, self._tensors[content].numpy())
+            case "scalar":
+                return self._tensors[content].numpy()[()]
+            case "list" | "tuple" | "dict" | "set" | "frozenset" | "cache":
+                return self._container(tag, content)
+            case "same":
+                return self._numbered[content]
             case "float":
                 return float(content)
             case "int":
-                return int(content)
+                return int(content, 16)
             case "complex":
-                return complex(*content)
+                return complex(*map(float, content))
             case "size":
                 return torch.Size(content)
             case "dtype":
@@ -190,23 +210,52 @@ class ResultDecoder:
                 return torch.device(content)
             case "bytes":
                 return base64.b64decode(content)
+            case "returned":
+                return getattr(torch.return_types, content)(self._values(value["items"]))
+            case "view":
+                path, cache = content
+                self._views.append(view := caches.view(self._value(cache), path))
+                return view
+            case "entry":
+                return caches.entry(*self._values(content))
             case "record":
-                return record(
-                    value["record"],
-                    {name: self._field(name, item) for name, item in value["fields"].items()},
-                )
+                fields = {name: self._field(name, item) for name, item in value["fields"].items()}
+                return record(content, fields)
             case "pickle":
                 return self._unpickle(content)
         raise WireError(f"a value of a kind this client does not know: {tag}")
 
+    def _values(self, items: list[Any]) -> list[Any]:
+        return [self._value(item) for item in items]
+
+    def _container(self, tag: str, content: Any) -> Any:
+        """A container, numbered as it begins, so that what is in it can name it."""
+        number = len(self._numbered)
+        made: Any = [] if tag == "list" else {} if tag == "dict" else None
+        # What cannot be made before its items are is never named by one of them.
+        self._numbered.append(made)
+        if tag == "list":
+            made.extend(self._values(content))
+        elif tag == "dict":
+            for key, item in content:
+                made[self._value(key)] = self._value(item)
+        elif tag == "cache":
+            made = caches.cache({name: self._value(part) for name, part in content.items()})
+        else:
+            made = {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](self._values(content))
+        self._numbered[number] = made
+        return made
+
     def _field(self, name: str, value: Any) -> Any:
-        """A field of vLLM's; one that needs vLLM itself here (an adapter's request) is None."""
+        """A field of one of vLLM's records; one that cannot be made here says why."""
         if name == "saves":
             return self._value(value)
         try:
             return self._value(value)
-        except (PickleForbidden, ImportError, AttributeError):
-            return None
+        except PickleForbidden:
+            return Unread("it came as a pickle, and connect(allow_pickle=False) forbids those")
+        except (ImportError, AttributeError) as error:
+            return Unread(str(error))
 
     def _unpickle(self, index: int) -> Any:
         if not self.allow_pickle:

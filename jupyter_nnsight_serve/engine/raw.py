@@ -1,14 +1,17 @@
 """The encoding of results that a client can read without unpickling.
 
 One block of bytes: a magic, the length of a JSON header, the header, and the bytes of every tensor,
-each aligned to 64 bytes, so that a reader maps them as they lie. Plain values are JSON with tags;
-only what JSON and tensors cannot hold is pickled, its tensors still outside the pickle, and a
-client may refuse such a value.
+each aligned to 64 bytes, so that a reader maps them as they lie. Plain values, numpy's arrays,
+nnsight's caches and vLLM's records are JSON with tags; only what JSON and tensors cannot hold is
+pickled, its tensors still outside the pickle, and a client may refuse such a value.
 
     b"NNSERVE1" | length of the header: 8 bytes, little-endian | header | padding | data
 
 The header holds ``saves``, ``error``, ``said``, token counts, and for every tensor and pickle its
 offset from the beginning of the data, which is the next multiple of 64 after the header.
+
+Within one save the containers (list, tuple, dict, set, frozenset, cache) are numbered in the order
+in which they begin, and one that comes again is ``{"same": number}``.
 """
 
 from __future__ import annotations
@@ -19,19 +22,25 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
+import numpy
 import torch
+from nnsight.intervention.cache import Cache, CacheView, Entry
 
 from .run import Outcome
 
 MAGIC = b"NNSERVE1"
 ALIGNMENT = 64
 
-# vLLM's classes that a client without vLLM reads by their attributes.
-_RECORDS = ("RequestOutput", "CompletionOutput", "Logprob", "RequestStateStats", "RequestMetrics")
+_JSON_INTEGERS = 2**63
+"""Larger ones are written in hexadecimal, of which a reader takes any number of digits."""
+
+
+class _Entangled(Exception):
+    """A tuple or set that holds itself, which only a pickle can say."""
 
 
 class Encoder:
@@ -48,11 +57,15 @@ class Encoder:
         self.pickles: list[dict[str, int]] = []
         self._data: list[memoryview | bytes] = []
         self._offset = 0
+        # Tensors and arrays by id, each kept with its number so that its id stays its own.
         self._known: dict[int, tuple[Any, int]] = {}
+        # Containers of the save that is being encoded, by id, and those that have not ended.
+        self._numbers: dict[int, int] = {}
+        self._open: set[int] = set()
 
     def parts(self, outcome: Outcome) -> Iterator[memoryview | bytes]:
         """The encoded outcome, in pieces that together are the block; tensors are not copied."""
-        saves = {name: self.value(value) for name, value in outcome.saves.items()}
+        saves = {name: self.save(value) for name, value in outcome.saves.items()}
         header = json.dumps(
             {
                 "saves": saves,
@@ -70,45 +83,74 @@ class Encoder:
         yield MAGIC + len(header).to_bytes(8, "little") + header + padding
         yield from self._data
 
+    def save(self, value: Any) -> Any:
+        """One save as JSON with tags."""
+        self._numbers, self._open = {}, set()
+        try:
+            return self.value(value)
+        except (_Entangled, RecursionError):
+            return {"pickle": self._pickle(value)}
+
     def value(self, value: Any) -> Any:
         """``value`` as JSON with tags; its tensors and pickles join the data."""
-        if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        kind = type(value)
+        if value is None or kind in (bool, str):
             return value
-        if type(value) is float:
+        if kind is int:
+            return value if abs(value) < _JSON_INTEGERS else {"int": hex(value)}
+        if kind is float:
             return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, torch.Tensor) and _plain(value):
             return {"tensor": self._tensor(value)}
-        kind = type(value)
-        if kind is list:
-            return {"list": [self.value(item) for item in value]}
-        if kind is tuple:
-            return {"tuple": [self.value(item) for item in value]}
-        if kind is dict:
-            return {"dict": [[self.value(k), self.value(v)] for k, v in value.items()]}
-        if kind is set:
-            return {"set": [self.value(item) for item in value]}
-        if kind is torch.Size:
-            return {"size": list(value)}
-        if kind is torch.dtype:
-            return {"dtype": str(value).removeprefix("torch.")}
-        if kind is bytes:
-            return {"bytes": base64.b64encode(value).decode()}
-        if kind.__name__ in _RECORDS and kind.__module__.startswith("vllm."):
-            return {"record": kind.__name__, "fields": self._fields(value)}
+        if kind in _CONTAINERS:
+            return self._container(kind, value)
+        if kind in _SCALARS:
+            tag, plain = _SCALARS[kind]
+            return {tag: plain(value)}
+        if kind is CacheView:
+            return {"view": [value._node_path(), self.value(value._cache)]}
+        if kind is Entry:
+            return {"entry": [self.value(value.output), self.value(value.inputs)]}
+        if kind.__module__ == "torch.return_types":
+            return {"returned": kind.__name__, "items": [self.value(item) for item in value]}
+        if kind is numpy.ndarray or isinstance(value, numpy.generic):
+            return self._array(value)
+        if kind.__module__.partition(".")[0] == "vllm" and (fields := _fields(value)) is not None:
+            return {
+                "record": kind.__name__,
+                "fields": {name: self.value(part) for name, part in fields.items()},
+            }
         return {"pickle": self._pickle(value)}
 
-    def _fields(self, record: Any) -> dict[str, Any]:
-        if dataclasses.is_dataclass(record):
-            names = [field.name for field in dataclasses.fields(record)]
-            names += [name for name in getattr(record, "__dict__", {}) if name not in names]
+    def _container(self, kind: type, value: Any) -> Any:
+        number = self._numbers.get(id(value))
+        if number is not None:
+            if number in self._open and kind not in (list, dict, Cache):
+                raise _Entangled
+            return {"same": number}
+        number = self._numbers[id(value)] = len(self._numbers)
+        self._open.add(number)
+        tag = _CONTAINERS[kind]
+        content: Any
+        if kind is Cache:
+            fields = value.__getstate__()
+            content = {name: self.value(fields[name]) for name in _CACHE_FIELDS}
+        elif kind is dict:
+            content = [[self.value(key), self.value(item)] for key, item in value.items()]
         else:
-            names = list(vars(record))
-        # What nnsight keeps on an output for its own merging is in the saves already.
-        return {
-            name: self.value(getattr(record, name))
-            for name in names
-            if not name.startswith(("_", "nnsight_"))
-        }
+            content = [self.value(item) for item in value]
+        self._open.discard(number)
+        return {tag: content}
+
+    def _array(self, value: Any) -> Any:
+        """A numpy array or scalar as a tensor with another tag; pickled where torch has no such."""
+        known = self._known.get(id(value))
+        try:
+            index = known[1] if known else self._tensor(torch.from_numpy(_contiguous(value)))
+        except (TypeError, ValueError):
+            return {"pickle": self._pickle(value)}
+        self._known[id(value)] = (value, index)
+        return {"array" if type(value) is numpy.ndarray else "scalar": index}
 
     def _tensor(self, tensor: torch.Tensor) -> int:
         known = self._known.get(id(tensor))
@@ -118,14 +160,17 @@ class Encoder:
         self._known[id(tensor)] = (tensor, index)
         data = tensor.detach().contiguous()
         nbytes = data.numel() * data.element_size()
-        self.tensors.append(
-            {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "offset": self._offset,
-                "nbytes": nbytes,
-            }
-        )
+        entry = {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "offset": self._offset,
+            "nbytes": nbytes,
+        }
+        if isinstance(tensor, torch.nn.Parameter):
+            entry["parameter"] = True
+        if tensor.requires_grad:
+            entry["requires_grad"] = True
+        self.tensors.append(entry)
         if nbytes:
             # A flat view of the elements as bytes; the array keeps the tensor's memory alive.
             self._append(memoryview(data.reshape(-1).view(torch.uint8).numpy()), nbytes)
@@ -147,6 +192,52 @@ class Encoder:
         if padding := -nbytes % ALIGNMENT:
             self._data.append(bytes(padding))
         self._offset += nbytes + padding
+
+
+_CONTAINERS: dict[type, str] = {
+    list: "list",
+    tuple: "tuple",
+    dict: "dict",
+    set: "set",
+    frozenset: "frozenset",
+    Cache: "cache",
+}
+_CACHE_FIELDS = (
+    "entries",
+    "targets",
+    "device",
+    "dtype",
+    "detach",
+    "include_output",
+    "include_inputs",
+    "non_blocking",
+)
+_SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
+    complex: ("complex", lambda value: [str(value.real), str(value.imag)]),
+    torch.Size: ("size", list),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("device", str),
+}
+
+
+def _contiguous(value: Any) -> Any:
+    """A numpy array or scalar as an array that torch shares memory with; its shape is kept."""
+    array = numpy.asarray(value)
+    # `ascontiguousarray` would make one element of an array without axes a row.
+    return array if array.flags.c_contiguous and array.flags.writeable else array.copy("C")
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """The parts by name of a result or a record of vLLM's; None if it is neither."""
+    names: list[str] = list(getattr(value, "__struct_fields__", ()))
+    if dataclasses.is_dataclass(value):
+        names += [field.name for field in dataclasses.fields(value)]
+    if not names and type(value).__module__ != "vllm.outputs":
+        return None
+    names += [name for name in getattr(value, "__dict__", {}) if name not in names]
+    # What nnsight keeps on an output for its own merging is in the saves already.
+    return {name: getattr(value, name) for name in names if not name.startswith(("_", "nnsight_"))}
 
 
 def _plain(tensor: torch.Tensor) -> bool:

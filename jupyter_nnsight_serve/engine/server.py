@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterator
 from typing import Any, cast
+from urllib.parse import unquote
 
 from tornado import web
 from tornado.http1connection import HTTP1Connection
@@ -94,7 +95,9 @@ class GenerateHandler(Handler):
 
     async def post(self) -> None:
         headers = self.request.headers
-        self.engine.check_tree(headers.get("Nnsight-Tree"))
+        self.engine.check_tree(
+            headers.get("Nnsight-Tree"), unquote(headers.get("Nnsight-Model", ""))
+        )
         framed = frames.CONTENT_TYPE in headers.get("Accept", "")
         watched = headers.get("Nnsight-Tokens") or headers.get("Nnsight-Progress")
         progress = Progress(text=headers.get("Nnsight-Tokens") == "1") if framed else None

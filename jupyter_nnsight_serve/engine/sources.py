@@ -26,6 +26,9 @@ from nnsight.tracing.globals import BLOCKS, SOURCES
 _SCOPED = re.compile(r"(?:\[[^\]\s]+:\d+\] |<trace [^>]*> )*<trace [^>]*> (?:\[[^\]\s]+:\d+\] )*")
 
 
+# Every error is one of these, so they tell nothing.
+_EVERY_ERROR = (Exception, BaseException, object)
+
 MOST_CHARACTERS = 2**16
 """Characters kept of an error's text and of its traceback."""
 
@@ -98,7 +101,10 @@ def loading(scope: Scope) -> Iterator[None]:
 
 
 def capture_exception(exception: BaseException) -> DeferredError:
-    """An exception as nnsight's deferred error, its traceback cut to the caller's own lines."""
+    """An exception as nnsight's deferred error, its traceback cut to the caller's own lines.
+
+    ``bases`` is an entry more: the names of the built-in classes that its type derives from.
+    """
     tb = getattr(exception, "__intervention_tb__", None) or exception.__traceback__
     frames = [
         frame for frame in traceback.extract_tb(tb) if frame.filename.startswith(("<trace ", "["))
@@ -108,6 +114,11 @@ def capture_exception(exception: BaseException) -> DeferredError:
         "message": _short(plain(_text(exception))),
         "traceback": _short(plain("".join(traceback.format_list(frames)))),
         "is_control_flow": isinstance(exception, EarlyStopException),
+        "bases": [
+            kind.__name__
+            for kind in type(exception).__mro__[1:]
+            if kind.__module__ == "builtins" and kind not in _EVERY_ERROR
+        ],
     }
 
 

@@ -73,9 +73,9 @@ def specification(module: Any) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``class``, ``module`` (where the class is defined), ``extra`` (what its repr says besides)
-        and ``children`` by name; a module that stands elsewhere in the tree already is
-        ``{"same_as": its dotted name}``.
+        ``class``, ``module`` (where the class is defined), ``extra`` (what its repr says besides),
+        ``children`` by name and, where it has any, ``parameters`` as name to dtype and shape; a
+        module that stands elsewhere in the tree already is ``{"same_as": its dotted name}``.
     """
     names: dict[int, str] = {}
 
@@ -83,10 +83,16 @@ def specification(module: Any) -> dict[str, Any]:
         if id(module) in names:
             return {"same_as": names[id(module)]}
         names[id(module)] = name
+        parameters = {
+            key: [str(value.dtype).removeprefix("torch."), list(value.shape)]
+            for key, value in module._parameters.items()
+            if value is not None
+        }
         return {
             "class": type(module).__name__,
             "module": type(module).__module__,
             "extra": module.extra_repr(),
+            **({"parameters": parameters} if parameters else {}),
             "children": {
                 key: node(child, f"{name}.{key}" if name else key)
                 for key, child in module._modules.items()

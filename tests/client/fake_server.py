@@ -69,6 +69,16 @@ class _Encoder:
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
+        if (kind := type(value).__name__) == "CacheView":
+            return {"view": [value._node_path(), self.value(value._cache)]}
+        if kind == "Cache":
+            fields = value.__getstate__()
+            del fields["model"], fields["_open"]
+            return {"cache": {name: self.value(part) for name, part in fields.items()}}
+        if kind == "Entry":
+            return {"entry": [self.value(value.output), self.value(value.inputs)]}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
         if isinstance(value, Rec):
             fields = {name: self.value(item) for name, item in value.fields.items()}
             return {"record": value.kind, "fields": fields}

@@ -6,6 +6,7 @@ import io
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -89,3 +90,51 @@ def test_no_line_where_nobody_wants_it(server: FakeServer, monkeypatch: pytest.M
         x = model.logits.save()
     assert terminal.getvalue() == ""
     assert "Nnsight-Progress" not in server.traces()[-1].headers
+
+
+def test_traces_from_threads_share_one_line(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = watched(monkeypatch)
+    server.answer = slow
+    model = connect(server.url, TOKEN).model
+
+    def one(number: int) -> Any:
+        with model.trace([number]):
+            x = model.logits.save()
+        return x.shape
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(one, range(3))) == [(500_000,)] * 3
+    text = terminal.getvalue()
+    for expected in ("3 traces: 3 queued (", "3 traces: 3 running, 36 tokens (", "receiving"):
+        assert expected in text, text
+    assert "queued at place" not in text and last_line(text) == ""
+    assert "\n" not in text and "\x1b[A" not in text
+
+
+def test_what_blocks_say_stands_clear_of_the_line(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = watched(monkeypatch)
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    def answer(seen: Any) -> Iterator[bytes]:
+        time.sleep(0.8)
+        if len(server.traces()) == 1:
+            yield state(state="running", tokens=1)
+            time.sleep(1.5)
+        yield from result({"x": 1}, said=[["stdout", "the block says hello\n"]])
+
+    server.answer = answer
+    model = connect(server.url, TOKEN).model
+
+    def one(number: int) -> None:
+        time.sleep(number * 0.3)
+        with model.trace([number]):
+            x = model.logits.save()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, range(2)))
+    shown = [last_line(line) for line in terminal.getvalue().split("\n")]
+    assert shown == ["the block says hello", "the block says hello", ""]

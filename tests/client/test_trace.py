@@ -34,9 +34,10 @@ from fake_server import (
 from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.serialization import loads
 from nnsight.modeling.vllm.tracer import VLLMTracer
+from nnsight.tracing.tracer import WithBlockNotFoundError
 
 from jupyter_nnsight_serve import connect
-from jupyter_nnsight_serve.client import HubError, ServedTraceError, TraceCut
+from jupyter_nnsight_serve.client import HubError, LoRARequest, ServedTraceError, TraceCut
 from jupyter_nnsight_serve.client.errors import PickledSaveError, UnsendableError
 
 
@@ -192,29 +193,18 @@ def test_a_tokenizer_captured_in_a_block_is_the_servers(server: FakeServer, mode
     assert variables["tokenizer"] == "the tokenizer"
 
 
-def test_an_adapter_travels_as_vllms_request(server: FakeServer, model: Any) -> None:
-    import types
-
-    with model.trace("hello", lora_request="/adapters/one", max_tokens=1):
-        x = model.logits.save()
-    fake = types.ModuleType("vllm.lora.request")
-    fake.LoRARequest = lambda *values: ("LoRARequest", *values)  # type: ignore[attr-defined]
-    body = server.traces()[0].body
-    before = sys.modules.get("vllm")
-    sys.modules.update(
-        {
-            "vllm": types.ModuleType("vllm"),
-            "vllm.lora": types.ModuleType("vllm.lora"),
-            "vllm.lora.request": fake,
-        }
-    )
-    try:
-        request = loads(body, persistent(model))[0].kwargs["lora_request"]
-    finally:
-        sys.modules["vllm"] = before  # type: ignore[assignment]
-        del sys.modules["vllm.lora"], sys.modules["vllm.lora.request"]
-    assert request[0] == "LoRARequest" and request[1] == request[3] == "/adapters/one"
-    assert request[2] > 0
+def test_an_adapter_travels_as_plain_data(server: FakeServer, model: Any) -> None:
+    one = {"lora_name": "one", "lora_int_id": 3, "lora_path": "/adapters/one"}
+    request = LoRARequest("one", 3, "/adapters/one")
+    for given in ("/adapters/one", one, request):
+        with model.trace("hello", lora_request=given, max_tokens=1):
+            x = model.logits.save()
+    with model.trace(max_tokens=1) as tracer:
+        with tracer.invoke("hello", lora_request=request):
+            x = model.logits.save()
+    bodies = [loads(seen.body, persistent(model)) for seen in server.traces()]
+    assert [body[0].kwargs["lora_request"] for body in bodies[:3]] == ["/adapters/one", one, one]
+    assert bodies[3][1][2]["request"] == one and type(bodies[3][1][2]["request"]) is dict
 
 
 @pytest.mark.parametrize(
@@ -279,8 +269,12 @@ def test_a_result_has_vllms_attributes_without_vllm(server: FakeServer, model: A
             "token_ids": [5],
             "finish_reason": "length",
             "logprobs": [{5: Rec("Logprob", {"logprob": -0.5, "rank": 1, "decoded_token": "P"})}],
-            "lora_request": Raw(b"cvllm.lora.request\nLoRARequest\n."),
+            "lora_request": Rec(
+                "LoRARequest", {"lora_name": "a", "lora_int_id": 1, "lora_path": "/a", "more": 2}
+            ),
             "new_field": 1,
+            "odd_field": Raw(b"cvllm.something\nThing\n."),
+            "future": Rec("Future", {"x": 1}),
         },
     )
     output = Rec(
@@ -294,8 +288,22 @@ def test_a_result_has_vllms_attributes_without_vllm(server: FakeServer, model: A
     first = r.outputs[0]
     assert (first.text, first.token_ids, first.finish_reason) == (" Paris", [5], "length")
     assert first.logprobs[0][5].logprob == -0.5 and first.new_field == 1
-    assert first.lora_request is None
+    assert first.lora_request == LoRARequest("a", 1, "/a") and first.lora_request.more == 2
     assert pickle.loads(pickle.dumps(r)) == r
+    assert "vllm" in first.odd_field.why and repr(first.future) == "Future(x=1)"
+    flat = {
+        "start_indices": [0, 2],
+        "end_indices": [2, 3],
+        "token_ids": [5, 6, 7],
+        "logprobs": [-0.5, -1.0, -0.1],
+        "ranks": [1, 2, 1],
+        "decoded_tokens": ["P", "Q", "R"],
+    }
+    answering(server, {"r": Rec("FlatLogprobs", flat)})
+    with model.trace("a") as tracer:
+        r = tracer.result.save()
+    assert len(r) == 2 and [sorted(position) for position in r] == [[5, 6], [7]]
+    assert r[0][6].logprob == -1.0 and r[-1][7].decoded_token == "R" and len(r[:1]) == 1
 
 
 @dataclass
@@ -342,16 +350,22 @@ def test_a_save_of_a_module_that_is_not_here_is_named(server: FakeServer, model:
     assert fine == 1
 
 
-def test_a_cache_can_be_navigated_like_the_model(server: FakeServer, model: Any) -> None:
+def test_a_cache_needs_no_pickle_and_is_navigated_like_the_model(server: FakeServer) -> None:
     from nnsight.intervention.cache import Cache, CacheView, Entry
 
-    cache = Cache(None)
-    cache.entries["model.model.layers.1"] = [Entry(output=torch.ones(2))]
-    answering(server, {"cache": CacheView(cache, None)})
+    cache = Cache(None, include_inputs=True)
+    cache.entries["model.model.layers.1"] = [Entry(torch.ones(2), ((torch.zeros(1),), {"k": 3}))]
+    view, lower = CacheView(cache, None), CacheView(cache, None, "model.model")
+    answering(server, {"cache": view, "several": [view, lower]})
+    model = connect(server.url, TOKEN, allow_pickle=False).model
     with model.trace("a") as tracer:
-        cache = tracer.cache()
-    assert torch.equal(cache["model.model.layers.1"].output, torch.ones(2))
-    assert torch.equal(cache.model.model.layers[1].output, torch.ones(2))
+        cache = several = tracer.cache()
+    for found in (cache, several[0]):
+        assert torch.equal(found["model.model.layers.1"].output, torch.ones(2))
+        assert torch.equal(found.model.model.layers[1].output, torch.ones(2))
+        assert torch.equal(found.model.model.layers[1].input, torch.zeros(1))
+        assert found.model.model.layers[1].inputs[1] == {"k": 3} and found._cache.include_inputs
+    assert torch.equal(several[1].layers[1].output, torch.ones(2))
 
 
 def test_what_the_block_said_is_said_here(
@@ -742,6 +756,20 @@ def test_an_error_of_a_type_that_is_not_built_in_is_caught_by_what_it_derives_fr
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), ValueError)
 
 
+AWAITED = """
+import asyncio
+
+async def cell():
+    async with model.trace("a"):
+        x = model.logits.save()
+    return x
+
+found = asyncio.run(cell())
+"""
+EDITED = """
+with model.edit() as (tracer, edit):
+    model.model.layers[1].output[0][:] = 0
+"""
 MAGIC = """
 with model.trace([{number}]):
     x = model.logits.save()
@@ -758,5 +786,13 @@ def test_under_the_time_magic(server: FakeServer, model: Any) -> None:
             assert shell.run_cell(cell).success and shell.user_ns["x"] == number
         prompts = [loads(seen.body, persistent(model))[0].args for seen in server.traces()]
         assert prompts == [([1],), ([2],)]
+        # Below `%%time` there is no top-level await, but a loop may run there.
+        answering(server, {"x": 3})
+        assert shell.run_cell("%%time" + AWAITED).success and shell.user_ns["found"] == 3
+        assert shell.run_cell("%%time" + EDITED).success
+        assert [seen.method for seen in server.seen if "register/" in seen.path] == ["POST"]
+        # Its source is gone, and this cell's is not it.
+        wrong = shell.run_cell("%%time\npass\nfound = asyncio.run(cell())")
+        assert isinstance(wrong.error_in_exec, WithBlockNotFoundError)
     finally:
         shell.clear_instance()

@@ -7,9 +7,16 @@ import math
 import pickle
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from canonical import canonical, differences
+from nnsight.intervention.cache import Cache, CacheView, Entry
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.lora.request import LoRARequest
 
+from jupyter_nnsight_serve.client.wire import ResultDecoder
 from jupyter_nnsight_serve.engine.raw import ALIGNMENT, MAGIC, Encoder
 from jupyter_nnsight_serve.engine.run import Outcome
 
@@ -22,6 +29,16 @@ def encode(**saves: Any) -> tuple[dict[str, Any], bytes]:
     start = 16 + length
     start += -start % ALIGNMENT
     return json.loads(block[16 : 16 + length]), block[start:]
+
+
+def home(allow_pickle: bool = False, **saves: Any) -> dict[str, Any]:
+    """The saves as this package's client has them, by default without any pickle."""
+    decoder = ResultDecoder(allow_pickle)
+    for part in Encoder().parts(Outcome(saves=saves)):
+        decoder.feed(memoryview(part))
+    outcome = decoder.outcome()
+    assert not outcome.undecoded, outcome.undecoded
+    return outcome.saves
 
 
 @pytest.mark.parametrize(
@@ -75,7 +92,7 @@ def test_plain_values_are_tagged_json() -> None:
         "j": {"dtype": "bfloat16"},
         "k": {"dict": [[1, "x"]]},
         "l": {"float": "-inf"},
-        "m": 2**70,
+        "m": {"int": hex(2**70)},
     }
     assert header["pickles"] == []
 
@@ -113,3 +130,106 @@ def test_what_json_cannot_hold_is_pickled_with_its_tensors_outside() -> None:
     piece = data[one["offset"] : one["offset"] + one["nbytes"]]
     back = Unpickler(io.BytesIO(piece)).load()
     assert torch.equal(back.tensor, torch.arange(100_000, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        frozenset({1, 2}),
+        complex(1, math.inf),
+        -(10**5000),
+        torch.device("cuda", 1),
+        torch.arange(9.0).topk(2),
+        torch.tensor([[3.0, 1.0]]).max(-1),
+        numpy.arange(6, dtype=numpy.int16).reshape(2, 3).T,
+        numpy.array(2.5),
+        numpy.float32(1.5),
+        numpy.bool_(True),
+        numpy.zeros((0, 3)),
+        numpy.broadcast_to(numpy.ones(2), (3, 2)),
+        [(), {}, set(), [[]], {"a": (1, {2.5})}],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_come_home_as_they_were_without_a_pickle(value: Any) -> None:
+    found = home(x=value)["x"]
+    assert type(found) is type(value)
+    if isinstance(value, (complex, torch.device)):
+        assert found == value
+    else:
+        assert not list(differences(canonical(value), canonical(found), None))
+
+
+def test_text_and_numbers_of_a_type_of_their_own_keep_it() -> None:
+    class Name(str):
+        pass
+
+    header, _ = encode(a=Name("x"), b=numpy.str_("y"), c=numpy.array(["z"]))
+    assert header["saves"] == {"a": {"pickle": 0}, "b": {"pickle": 1}, "c": {"pickle": 2}}
+
+
+def test_what_is_one_object_stays_one() -> None:
+    row = [1]
+    twice = [row, {"again": row}, (row,)]
+    twice.append(twice)
+    array = numpy.ones(3)
+    found = home(x=twice, y=(array, array))
+    (a, again, (b,), itself), (one, other) = found["x"], found["y"]
+    assert a is again["again"] is b and a == [1] and itself is found["x"]
+    assert one is other and isinstance(one, numpy.ndarray)
+    many = [0]
+    for _ in range(60):
+        many = [many, many]
+    assert len(json.dumps(encode(x=many)[0])) < 10_000
+    around: Any = ([],)
+    around[0].append(around)
+    found = home(allow_pickle=True, x=around, y=row)
+    assert found["x"][0][0] is found["x"] and found["y"] == [1]
+
+
+def test_parameters_and_gradients() -> None:
+    torch.manual_seed(1)
+    probe = torch.nn.Linear(2, 1)
+    probe.bias.requires_grad_(False)
+    leaf = torch.ones(2, requires_grad=True)
+    found = home(allow_pickle=True, w=probe.weight, b=probe.bias, l=leaf, m=leaf * 2, probe=probe)
+    for name, kind, wanted in (
+        ("w", torch.nn.Parameter, True),
+        ("b", torch.nn.Parameter, False),
+        ("l", torch.Tensor, True),
+        ("m", torch.Tensor, True),
+    ):
+        assert type(found[name]) is kind and found[name].requires_grad is wanted
+    again = found["probe"]
+    assert [type(p) for p in again.parameters()] == [torch.nn.Parameter] * 2
+    assert again.weight is found["w"] and torch.equal(again(leaf), probe(leaf))
+    again(leaf).sum().backward()
+    assert again.weight.grad is not None and again.bias.grad is None
+
+
+def test_a_cache_comes_home_whole() -> None:
+    cache = Cache(None, modules=["model.layers.1"], dtype=torch.float32, include_inputs=True)
+    cache.entries["model.layers.1"] = [
+        Entry((torch.ones(2), None), ((torch.zeros(1),), {"k": 3})),
+        Entry(None, ((), {})),
+    ]
+    found = home(x=CacheView(cache, None), y=CacheView(cache, None, "model.layers.1"))
+    assert not list(differences(canonical(CacheView(cache, None)), canonical(found["x"]), None))
+    assert found["y"].output[0][0].tolist() == [1, 1] and len(found["y"]) == 2
+    kept = found["x"]._cache
+    assert kept.targets == {"model.layers.1"} and kept.dtype is torch.float32
+    assert kept.device == torch.device("cpu") and kept.include_inputs and kept.model is None
+
+
+def test_records_of_vllm_come_home_by_their_parts() -> None:
+    flat = FlatLogprobs()
+    flat.append({5: Logprob(-0.5, 1, "a"), 6: Logprob(-1.5, 2, None)})
+    found = home(
+        flat=flat,
+        lora=LoRARequest("a", 1, "/a"),
+        params=SamplingParams(temperature=0.5, stop=["x"]),
+        allow_pickle=True,
+    )
+    assert found["flat"][0][6].logprob == -1.5 and found["flat"][0][5].decoded_token == "a"
+    assert found["lora"].lora_path == "/a" and found["lora"].lora_int_id == 1
+    assert found["params"].temperature == 0.5 and found["params"].stop == ["x"]
