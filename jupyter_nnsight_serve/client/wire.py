@@ -218,6 +218,8 @@ class ResultDecoder:
                 return view
             case "entry":
                 return caches.entry(*self._values(content))
+            case "unread":
+                return Unread(content)
             case "record":
                 fields = {name: self._field(name, item) for name, item in value["fields"].items()}
                 return record(content, fields)

@@ -62,6 +62,8 @@ class Encoder:
         # Containers of the save that is being encoded, by id, and those that have not ended.
         self._numbers: dict[int, int] = {}
         self._open: set[int] = set()
+        # Whether that is what a cache recorded.
+        self._caching = False
 
     def parts(self, outcome: Outcome) -> Iterator[memoryview | bytes]:
         """The encoded outcome, in pieces that together are the block; tensors are not copied."""
@@ -85,7 +87,7 @@ class Encoder:
 
     def save(self, value: Any) -> Any:
         """One save as JSON with tags."""
-        self._numbers, self._open = {}, set()
+        self._numbers, self._open, self._caching = {}, set(), False
         try:
             return self.value(value)
         except (_Entangled, RecursionError):
@@ -113,6 +115,11 @@ class Encoder:
             return {"entry": [self.value(value.output), self.value(value.inputs)]}
         if kind.__module__ == "torch.return_types":
             return {"returned": kind.__name__, "items": [self.value(item) for item in value]}
+        if self._caching and isinstance(value, torch.nn.Module):
+            # vLLM's logits processor is called with the head: its weights, of a class of vLLM's.
+            return {
+                "unread": f"a module of the engine's, {kind.__name__}, which a cache leaves out"
+            }
         if kind is numpy.ndarray or isinstance(value, numpy.generic):
             return self._array(value)
         if kind.__module__.partition(".")[0] == "vllm" and (fields := _fields(value)) is not None:
@@ -133,8 +140,9 @@ class Encoder:
         tag = _CONTAINERS[kind]
         content: Any
         if kind is Cache:
-            fields = value.__getstate__()
+            fields, self._caching = value.__getstate__(), True
             content = {name: self.value(fields[name]) for name in _CACHE_FIELDS}
+            self._caching = False
         elif kind is dict:
             content = [[self.value(key), self.value(item)] for key, item in value.items()]
         else:

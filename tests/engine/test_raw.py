@@ -211,11 +211,14 @@ def test_a_cache_comes_home_whole() -> None:
     cache = Cache(None, modules=["model.layers.1"], dtype=torch.float32, include_inputs=True)
     cache.entries["model.layers.1"] = [
         Entry((torch.ones(2), None), ((torch.zeros(1),), {"k": 3})),
-        Entry(None, ((), {})),
+        Entry(None, ((torch.nn.Linear(2, 2),), {})),
     ]
     found = home(x=CacheView(cache, None), y=CacheView(cache, None, "model.layers.1"))
+    cache.entries["model.layers.1"].pop()
+    found["x"]._cache.entries["model.layers.1"].pop()
     assert not list(differences(canonical(CacheView(cache, None)), canonical(found["x"]), None))
     assert found["y"].output[0][0].tolist() == [1, 1] and len(found["y"]) == 2
+    assert "Linear" in found["y"].input[1].why
     kept = found["x"]._cache
     assert kept.targets == {"model.layers.1"} and kept.dtype is torch.float32
     assert kept.device == torch.device("cpu") and kept.include_inputs and kept.model is None
