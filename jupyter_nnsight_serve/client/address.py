@@ -14,6 +14,8 @@ _PAGE = re.compile(
     r"/(?:lab|tree|notebooks|edit|consoles|terminals|doc|login|api|nnsight|v1/nnsight)(?:/.*)?$"
 )
 _HUB_PAGE = re.compile(r"/hub(?:/.*)?$")
+# A server behind JupyterHub: its name, and the Hub's base URL, may be words that pages have too.
+_BEHIND_HUB = re.compile(r"(?:.*/services/|(?!.*/hub/user/).*?/user/)[^/]+")
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,15 @@ def read_address(text: str) -> Address:
     place = f"[{host}]" if ":" in host else host
     place += f":{port}" if port is not None else ""
     path = parts.path.rstrip("/")
-    if _HUB_PAGE.search(path):
+    behind = _BEHIND_HUB.match(path)
+    root = behind.group() if behind else ""
+    if not root and _HUB_PAGE.search(path):
         base = urlunsplit((parts.scheme, place, _HUB_PAGE.sub("", path), "", ""))
         raise HubError(
             f"{base}/hub is JupyterHub's own page and serves no traces; give the address of the "
             f"server that does, {base}/services/NAME for a shared service or {base}/user/NAME for "
             "somebody's server."
         )
-    path = _PAGE.sub("", path)
+    path = root + _PAGE.sub("", path.removeprefix(root))
     token = parse_qs(parts.query).get("token", [""])[0]
     return Address(urlunsplit((parts.scheme, place, path, "", "")), Secret(token))
