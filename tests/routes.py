@@ -6,7 +6,6 @@ A server that loads the extension `routes_probe` (the text `PROBE`, as a module)
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from re import _constants as kinds  # type: ignore[attr-defined]

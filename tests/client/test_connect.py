@@ -455,3 +455,21 @@ def test_a_trace_takes_little_time_of_its_own(model: Any) -> None:
     for _ in range(50):
         once()
     assert (time.perf_counter() - began) / 50 < 0.05
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("https://h/services/nnsight", "https://h/services/nnsight"),
+        ("https://h/services/nnsight/", "https://h/services/nnsight"),
+        ("https://h/services/nnsight/nnsight/status", "https://h/services/nnsight"),
+        ("https://h/lab/hub/services/lab/tree/x", "https://h/lab/hub/services/lab"),
+        ("https://h/lab/user/j%40b/lab/tree/x.ipynb", "https://h/lab/user/j%40b"),
+        ("https://h/user/api/named/lab", "https://h/user/api/named"),
+        ("https://h/base/lab/tree/services", "https://h/base"),
+    ],
+)
+def test_names_behind_a_hub_may_be_words_of_pages(given: str, url: str) -> None:
+    from jupyter_nnsight_serve.client.address import read_address
+
+    assert read_address(given).url == url

@@ -67,3 +67,6 @@ class Kernel:
                         return printed, error
         finally:
             socket.close()
+            # The other side's answer to that; the socket is closed then.
+            while await socket.read_message() is not None:
+                pass

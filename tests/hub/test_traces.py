@@ -81,16 +81,18 @@ def test_stock_client_takes_the_services_address_and_the_notebooks_token(
 ) -> None:
     # docs/admin-guide.md shows these two lines.
     where = (
-        'serve=os.environ["NNSIGHT_SERVE_URL"],\n'
-        '                 api_key=os.environ["JUPYTERHUB_API_TOKEN"]'
+        '    serve=os.environ["NNSIGHT_SERVE_URL"],\n'
+        '    api_key=os.environ["JUPYTERHUB_API_TOKEN"],\n'
     )
     code = f"""
 import os, torch
 torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *a, **k: None
 from nnsight.modeling.vllm import VLLM
 stock = VLLM({str(MODEL)!r}, max_model_len=512)
-with stock.trace("The Eiffel Tower is located in the city of", max_tokens=1,
-                 {where}):
+with stock.trace(
+    "The Eiffel Tower is located in the city of",
+    max_tokens=1,
+{where}):
     token = stock.logits.argmax(-1).save()
 print(repr(stock.tokenizer.decode(token[0])))
 """
