@@ -18,9 +18,10 @@ INSTALLED := $(VENV)/.installed
 
 SMOLLM2 := .models/smollm2-135m-instruct
 TINY := .models/tiny-llama
+FUZZ := 10000
 PROXY := .proxy/configurable-http-proxy
 
-.PHONY: help bubblewrap install notebook models proxy demo serve test lint format clean distclean
+.PHONY: help bubblewrap install notebook models proxy demo serve test fuzz lint format clean distclean
 
 help: ## List these commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -78,6 +79,12 @@ test: install notebook models proxy bubblewrap ## Run all tests; ARGS="-k name" 
 	@$(RUN) -m pytest tests/examples $(ARGS)
 	@echo "test: pytest tests/hub $(ARGS)"
 	@$(RUN) -m pytest tests/hub $(ARGS)
+
+fuzz: install models ## Try 10,000 arbitrary inputs at every entry; FUZZ=1000 for so many
+	@echo "fuzz: pytest tests/unit/test_fuzz.py --fuzz $(FUZZ)"
+	@$(RUN) -m pytest tests/unit/test_fuzz.py --fuzz $(FUZZ) --timeout 1200
+	@echo "fuzz: pytest tests/engine/test_any_input.py --fuzz $(FUZZ)"
+	@$(RUN) -m pytest tests/engine/test_any_input.py --fuzz $(FUZZ) --timeout 1200
 
 lint: install ## Run ruff, ruff format --check and mypy --strict
 	@echo "lint: ruff check"

@@ -32,6 +32,11 @@ ENGINE_ARGS: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 20
 START_SECONDS = 240
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many inputs the tests of arbitrary input try."""
+    parser.addoption("--fuzz", type=int, default=200, help="inputs at each entry")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let torch, transformers and vLLM warn here, where they are imported into the test process."""
     config.addinivalue_line("filterwarnings", "default")
@@ -50,17 +55,29 @@ class Server:
         Its log so far.
     """
 
-    def __init__(self, model: str, folder: Path, settings: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        settings: dict[str, Any] | None = None,
+        server_app: dict[str, Any] | None = None,
+        base: str = "/some/base",
+    ) -> None:
         self.token = secrets.token_hex(16)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        base = "/some/base"
         self.url = f"http://127.0.0.1:{port}{base}"
         self.root = f"http://127.0.0.1:{port}"
         folder.mkdir(parents=True, exist_ok=True)
         config = {
-            "ServerApp": {"port": port, "port_retries": 0, "ip": "127.0.0.1", "base_url": base},
+            "ServerApp": {
+                "port": port,
+                "port_retries": 0,
+                "ip": "127.0.0.1",
+                "base_url": base,
+                **(server_app or {}),
+            },
             "IdentityProvider": {"token": self.token},
             "NNsightServe": {"model": model, "engine_args": ENGINE_ARGS, **(settings or {})},
         }
@@ -72,6 +89,8 @@ class Server:
             "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
             "JUPYTER_DATA_DIR": str(folder / "data"),
             "HF_HUB_OFFLINE": "1",
+            # Where server_app names classes of the tests.
+            "PYTHONPATH": str(ROOT / "tests"),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jupyter_nnsight_serve", "--config", str(file), "--allow-root"],
@@ -144,9 +163,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(model: str, folder: Path, settings: dict[str, Any] | None = None) -> Iterator[Server]:
+def running(
+    model: str,
+    folder: Path,
+    settings: dict[str, Any] | None = None,
+    server_app: dict[str, Any] | None = None,
+    base: str = "/some/base",
+) -> Iterator[Server]:
     """A ready server, stopped at the end."""
-    server = Server(model, folder, settings)
+    server = Server(model, folder, settings, server_app, base)
     try:
         server.wait_ready()
         yield server
@@ -154,7 +179,7 @@ def running(model: str, folder: Path, settings: dict[str, Any] | None = None) ->
         server.stop()
 
 
-def stock_client(model: str) -> Any:
+def stock_client(model: str, **arguments: Any) -> Any:
     """nnsight's own client for a served model: its tree on the meta device, nothing of ours."""
     if not torch.accelerator.is_available():
         # What current vLLM needs on any host without an accelerator to build a meta tree.
@@ -162,7 +187,7 @@ def stock_client(model: str) -> Any:
         torch.accelerator.synchronize = lambda *args, **kwargs: None
     from nnsight.modeling.vllm import VLLM
 
-    return VLLM(model, max_model_len=512)
+    return VLLM(model, max_model_len=512, **arguments)
 
 
 @pytest.fixture(scope="session")

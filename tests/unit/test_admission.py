@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jupyter_server.auth import IdentityProvider, User
+from several_users import SeveralUsers
 
 from jupyter_nnsight_serve import admission as module
 from jupyter_nnsight_serve import handlers
@@ -181,16 +181,6 @@ def read_frames(data: bytes) -> list[tuple[str, Any]]:
     return found
 
 
-class FromHeader(IdentityProvider):
-    """Everybody is who the header X-User says."""
-
-    def get_user(self, handler: Any) -> User:
-        return User(username=handler.request.headers.get("X-User", "nobody"))
-
-    def is_token_authenticated(self, handler: Any) -> bool:
-        return True
-
-
 class TestOverHTTP:
     """One place on the engine."""
 
@@ -200,7 +190,7 @@ class TestOverHTTP:
 
     @pytest.fixture
     def jp_server_config(self, jp_server_config: dict[str, Any]) -> dict[str, Any]:
-        jp_server_config["ServerApp"]["identity_provider_class"] = FromHeader
+        jp_server_config["ServerApp"]["identity_provider_class"] = SeveralUsers
         return jp_server_config
 
     async def test_second_trace_waits_and_both_come_back(
@@ -222,19 +212,20 @@ class TestOverHTTP:
     async def test_one_too_many_is_429(self, ready: NNsightServe, ask: Ask, tmp_path: Path) -> None:
         gate = tmp_path / "gate"
         order = json.dumps({"until": str(gate)}).encode()
-        others = [
-            asyncio.ensure_future(ask("/nnsight/generate", "POST", body=order)) for _ in range(4)
-        ]
-        await wait_for(lambda: ready.admission.waiting == 3)
-        refused = await ask("/nnsight/generate", "POST", body=b"x")
+        others = []
+        for count in range(4):
+            others.append(
+                asyncio.ensure_future(ask("/nnsight/generate", "POST", body=order, key="bob"))
+            )
+            await wait_for(lambda: ready.admission.running == 1)
+            await wait_for(lambda count=count: ready.admission.waiting == count)
+        refused = await ask("/nnsight/generate", "POST", body=b"x", key="bob")
         assert (refused.code, refused.headers.get("Retry-After")) == (429, "5"), refused.body
         assert "max_user_waiting" in said(refused)
-        ann = asyncio.ensure_future(
-            ask("/nnsight/generate", "POST", body=b"x", headers={"X-User": "ann"})
-        )
+        ann = asyncio.ensure_future(ask("/nnsight/generate", "POST", body=b"x", key="ann"))
         await wait_for(lambda: ready.admission.waiting == 4)
         places = {(t["owner"], t["place"]) for t in ready.admission.visible_to(ROOT)}
-        assert places == {("nobody", None), ("nobody", 1), ("ann", 2), ("nobody", 3), ("nobody", 4)}
+        assert places == {("bob", None), ("bob", 1), ("ann", 2), ("bob", 3), ("bob", 4)}
         gate.touch()
         assert (await ann).body == b"got 1 bytes"
         assert [answer.code for answer in await asyncio.gather(*others)] == [200] * 4
@@ -312,7 +303,9 @@ class TestOverHTTP:
         first = asyncio.ensure_future(ask("/nnsight/generate", "POST", body=b'{"seconds": 0.5}'))
         await wait_for(lambda: ready.admission.running == 1)
         async with raw:
-            raw.head("POST", jp_base_url + "nnsight/generate", ndif_api_key="x", Content_Length=4)
+            raw.head(
+                "POST", jp_base_url + "nnsight/generate", ndif_api_key="nobody", Content_Length=4
+            )
             raw.writer.write(b"body")
             await wait_for(lambda: ready.admission.waiting == 1)
         await wait_for(lambda: ready.admission.waiting == 0)
@@ -324,7 +317,9 @@ class TestOverHTTP:
         self, ready: NNsightServe, ask: Ask, raw: RawClient, jp_base_url: str
     ) -> None:
         async with raw:
-            raw.head("POST", jp_base_url + "nnsight/generate", ndif_api_key="x", Content_Length=4)
+            raw.head(
+                "POST", jp_base_url + "nnsight/generate", ndif_api_key="nobody", Content_Length=4
+            )
             raw.writer.write(b"bo")
             await wait_for(lambda: ready.admission.waiting == 1)
             other = await ask("/nnsight/generate", "POST", body=b"x")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jupyter_server.auth import IdentityProvider, User
+from several_users import SeveralUsers
 
 from jupyter_nnsight_serve.edits import Edit, EditBook, check_id
 from jupyter_nnsight_serve.errors import BadRequest, NoRoom
@@ -175,32 +175,19 @@ def test_ids_that_nnsight_makes_are_taken() -> None:
             check_id(edit_id)
 
 
-class FromHeader(IdentityProvider):
-    """Everybody is who the header X-User says; root is the Hub's admin."""
-
-    def get_user(self, handler: Any) -> User:
-        name = handler.request.headers.get("X-User", "nobody")
-        user = User(username=name)
-        user.hub_user = {"admin": name == "root"}  # type: ignore[attr-defined]
-        return user
-
-    def is_token_authenticated(self, handler: Any) -> bool:
-        return True
-
-
 class TestSeveralUsers:
     """Edits over HTTP, of two users and an admin."""
 
     @pytest.fixture
     def jp_server_config(self, jp_server_config: dict[str, Any]) -> dict[str, Any]:
-        jp_server_config["ServerApp"]["identity_provider_class"] = FromHeader
+        jp_server_config["ServerApp"]["identity_provider_class"] = SeveralUsers
         return jp_server_config
 
     async def test_an_edit_runs_for_its_owner_only(
         self, ready: NNsightServe, ask: Ask, record: Record
     ) -> None:
         async def as_(user: str, path: str, method: str = "GET", body: bytes | None = None) -> Any:
-            answer = await ask(path, method, body=body, headers={"X-User": user})
+            answer = await ask(path, method, body=body, key=user)
             return answer
 
         async def run(user: str) -> list[str]:

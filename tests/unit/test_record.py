@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from jupyter_server.auth import IdentityProvider, User
 from jupyter_server.serverapp import ServerApp
+from several_users import SeveralUsers
 
 from jupyter_nnsight_serve.extension import NNsightServe
 
@@ -17,22 +17,9 @@ from .conftest import Ask, said, wait_state
 ID = "https://events.jupyter.org/jupyter_nnsight_serve/{}/v1"
 
 
-class FromHeader(IdentityProvider):
-    """Everybody is who the header X-User says; root is the Hub's admin."""
-
-    def get_user(self, handler: Any) -> User:
-        name = handler.request.headers.get("X-User", "nobody")
-        user = User(username=name)
-        user.hub_user = {"admin": name == "root"}  # type: ignore[attr-defined]
-        return user
-
-    def is_token_authenticated(self, handler: Any) -> bool:
-        return True
-
-
 @pytest.fixture
 def jp_server_config(jp_server_config: dict[str, Any]) -> dict[str, Any]:
-    jp_server_config["ServerApp"]["identity_provider_class"] = FromHeader
+    jp_server_config["ServerApp"]["identity_provider_class"] = SeveralUsers
     return jp_server_config
 
 
@@ -66,12 +53,12 @@ def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 async def test_events_tell_who_did_what_and_validate(
     events: list[dict[str, Any]], ready: NNsightServe, ask: Ask
 ) -> None:
-    ann = {"X-User": "ann"}
-    await ask("/nnsight/generate", "POST", body=b"four", headers=ann)
+    ann = {"key": "ann"}
+    await ask("/nnsight/generate", "POST", body=b"four", **ann)
     for edit_id in ("1", "2"):
-        await ask(f"/nnsight/register/{edit_id}?name=n{edit_id}", "POST", body=b"b", headers=ann)
-    await ask("/nnsight/register/2", "DELETE", headers=ann)
-    died = await ask("/nnsight/generate", "POST", body=b'{"die": 3}', headers=ann)
+        await ask(f"/nnsight/register/{edit_id}?name=n{edit_id}", "POST", body=b"b", **ann)
+    await ask("/nnsight/register/2", "DELETE", **ann)
+    died = await ask("/nnsight/generate", "POST", body=b'{"die": 3}', **ann)
     await wait_state(ready, "ready")
     await asyncio.sleep(0.1)
 
@@ -106,11 +93,11 @@ async def test_events_tell_who_did_what_and_validate(
 
 async def test_usage_is_each_users_and_for_admins(ready: NNsightServe, ask: Ask) -> None:
     for user, body in (("ann", b'{"seconds": 0.2}'), ("ann", b'{"raise": true}'), ("bob", b"x")):
-        await ask("/nnsight/generate", "POST", body=body, headers={"X-User": user})
-    refused = await ask("/nnsight/usage", headers={"X-User": "ann"})
+        await ask("/nnsight/generate", "POST", body=body, key=user)
+    refused = await ask("/nnsight/usage", key="ann")
     assert refused.code == 403
     assert "admin" in said(refused)
-    usage = json.loads((await ask("/nnsight/usage", headers={"X-User": "root"})).body)
+    usage = json.loads((await ask("/nnsight/usage", key="root")).body)
     assert (usage["devices"], list(usage["users"])) == (2, ["ann", "bob"])
     ann = usage["users"]["ann"]
     assert ann["traces"] == {"ok": 1, "error": 1}
