@@ -42,6 +42,7 @@ class Routes(JupyterHandler):
             found.append({{
                 "pattern": rule.matcher.regex.pattern,
                 "handler": rule.target.__name__,
+                "ours": rule.target.__module__.startswith("jupyter_nnsight_serve."),
                 "methods": methods,
                 "websocket": issubclass(rule.target, WebSocketHandler),
             }})
@@ -54,12 +55,6 @@ def _load_jupyter_server_extension(serverapp):
     base = serverapp.base_url.rstrip("/")
     serverapp.web_app.add_handlers(".*$", [(base + "{PATH}", Routes)])
 '''
-
-# The handlers of nnsight.
-OURS = {
-    *("GenerateHandler", "EditHandler", "EditsHandler", "ClearEditHandler", "ModelHandler"),
-    *("TokenizerHandler", "HealthHandler", "StatusHandler", "NearMissHandler"),
-}
 
 # Handlers that show nobody anything of this server: pages that are there to be open, redirects to
 # another route, and the answer to what is no route.
@@ -83,13 +78,16 @@ OPEN = {
 }
 
 
-def ask_all(url: str, token: str) -> dict[str, set[tuple[str, int]]]:
+def ask_all(url: str, token: str, *, ours: bool = True) -> dict[str, set[tuple[str, int]]]:
     """What a caller gets who asks for everything: by handler, each method with its status.
 
     Parameters
     ----------
     url
         The server's address with its base URL.
+    ours
+        Whether nnsight's own routes are asked as well, with which an admin can stop the engine. Their
+        handlers' names begin with ``nnsight:`` here.
     """
     headers = {"Authorization": f"token {token}"}
     routes = httpx.get(url + PATH, headers=headers).json()
@@ -98,10 +96,13 @@ def ask_all(url: str, token: str) -> dict[str, set[tuple[str, int]]]:
     found: dict[str, set[tuple[str, int]]] = {}
     with httpx.Client(headers=headers, timeout=30) as client:
         for route in routes:
+            if route["ours"] and not ours:
+                continue
             path = sample(route["pattern"])
             assert re.fullmatch(route["pattern"].removesuffix("$"), path), (route, path)
             place = f"{parts.scheme}://{parts.netloc}{quote(path, safe='/%')}"
-            statuses = found.setdefault(route["handler"], set())
+            name = ("nnsight:" if route["ours"] else "") + route["handler"]
+            statuses = found.setdefault(name, set())
             if route["websocket"]:
                 statuses.add(("WEBSOCKET", upgrade(place, token)))
                 continue
@@ -121,11 +122,13 @@ def status_of(client: httpx.Client, method: str, url: str, body: bytes | None) -
 
 
 def reached(found: dict[str, set[tuple[str, int]]]) -> set[str]:
-    """The handlers that did something for the caller, besides those of `OPEN`."""
+    """The handlers besides nnsight's and those of `OPEN` that did something for the caller."""
     return {
         handler
         for handler, statuses in found.items()
-        if handler not in OPEN and any(status not in (401, 403) for _, status in statuses)
+        if not handler.startswith("nnsight:")
+        and handler not in OPEN
+        and any(status not in (401, 403) for _, status in statuses)
     }
 
 
