@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import psutil
 import routes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +125,10 @@ class Process:
         return "\n".join(self.log.splitlines()[-60:])
 
     def stop(self) -> None:
-        """End it as its supervisor would."""
+        """End it as its supervisor would, and then whatever it started and left."""
+        started: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self.popen.pid).children(recursive=True)
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
         try:
@@ -132,6 +136,9 @@ class Process:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait(10)
+        _, left = psutil.wait_procs(started, timeout=5)
+        for process in left:
+            process.kill()
 
 
 class Hub:
