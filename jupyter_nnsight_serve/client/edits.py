@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, urlencode
 
 from .link import Link
 
@@ -24,6 +26,12 @@ class InstalledEdit:
         Unix time in seconds.
     bytes
         Size of its block.
+    shared
+        Whether an admin installed it for everybody.
+    runs
+        Requests that it has run for; None while there is no engine to ask.
+    source
+        Its block; None while there is no engine to ask.
     """
 
     id: str
@@ -31,13 +39,16 @@ class InstalledEdit:
     owner: str
     created: float
     bytes: int
+    shared: bool = False
+    runs: int | None = None
+    source: str | None = field(default=None, repr=False)
     cleared: bool = False
     link: Link | None = field(default=None, repr=False, compare=False)
 
     def clear(self) -> None:
         """Take it off the engine; twice is once."""
         if not self.cleared and self.link is not None:
-            clear(self.link, self.id)
+            clear(self.link, self.id, None if self.shared else self.owner)
             self.cleared = True
 
     async def aclear(self) -> None:
@@ -46,12 +57,25 @@ class InstalledEdit:
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.created))
+        whose = f"{self.owner}, for everybody" if self.shared else self.owner
+        runs = "" if self.runs is None else f"  {self.runs} run{'' if self.runs == 1 else 's'}"
         state = ", cleared" if self.cleared else ""
-        return f"{self.name or '(for every request)'}  {self.owner}  {since}  {self.id}{state}"
+        return f"{self.name or '(for every trace)'}  {whose}  {since}{runs}  {self.id}{state}"
 
 
 class EditList(list[InstalledEdit]):
-    """Edits, oldest first, shown one a line."""
+    """Edits, oldest first, shown one a line.
+
+    Attributes
+    ----------
+    removed
+        The caller's last edits that went without being cleared: ``id``, ``name``, ``removed`` (Unix
+        time in seconds), ``reason``.
+    """
+
+    def __init__(self, edits: Iterable[InstalledEdit] = (), removed: Iterable[Any] = ()) -> None:
+        super().__init__(edits)
+        self.removed: list[dict[str, Any]] = list(removed)
 
     def clear_all(self) -> None:
         """Clear every one of them."""
@@ -59,21 +83,39 @@ class EditList(list[InstalledEdit]):
             edit.clear()
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, self)) or "no edits"
+        gone = [
+            f"{told.get('name') or told.get('id')} is gone: {told.get('reason')}"
+            for told in self.removed
+        ]
+        return "\n".join([*(map(str, self) if self else ["no edits"]), *gone])
 
 
 def listed(link: Link) -> EditList:
-    """The caller's edits; an admin's list holds everybody's."""
+    """The caller's edits and the shared ones; an admin's list holds everybody's."""
     known = ("id", "name", "owner", "created", "bytes")
+    since = {"shared": False, "runs": None, "source": None}
+    answer = link.ask_json("GET", "/nnsight/register")
     return EditList(
-        InstalledEdit(**{key: entry.get(key) for key in known}, link=link)
-        for entry in link.ask_json("GET", "/nnsight/register").get("edits", ())
+        (
+            InstalledEdit(
+                **{key: entry.get(key) for key in known},
+                **{key: entry.get(key, default) for key, default in since.items()},
+                link=link,
+            )
+            for entry in answer.get("edits", ())
+        ),
+        answer.get("removed", ()),
     )
 
 
-def install(link: Link, identity: str, name: str | None, body: bytes) -> list[str]:
+def install(
+    link: Link, identity: str, name: str | None, body: bytes, shared: bool = False
+) -> list[str]:
     """Install a serialized block; returns what the person should know."""
-    query = "" if name is None else f"?name={quote(name, safe='')}"
+    options = {} if name is None else {"name": name}
+    if shared:
+        options["shared"] = "true"
+    query = f"?{urlencode(options, quote_via=quote)}" if options else ""
     answer = link.ask_json(
         "POST",
         f"/nnsight/register/{quote(identity, safe='')}{query}",
@@ -84,6 +126,14 @@ def install(link: Link, identity: str, name: str | None, body: bytes) -> list[st
     return [str(warning) for warning in answer.get("warnings") or ()]
 
 
-def clear(link: Link, identity: str) -> None:
-    """Take an edit off the engine; an unknown id changes nothing."""
-    link.ask_json("DELETE", f"/nnsight/register/{quote(identity, safe='')}", timeout=link.timeout)
+def clear(link: Link, identity: str, owner: str | None = None) -> None:
+    """Take an edit off the engine; an unknown id changes nothing.
+
+    Parameters
+    ----------
+    owner
+        Whose edit an admin means.
+    """
+    query = "" if owner is None else f"?{urlencode({'owner': owner}, quote_via=quote)}"
+    path = f"/nnsight/register/{quote(identity, safe='')}{query}"
+    link.ask_json("DELETE", path, timeout=link.timeout)

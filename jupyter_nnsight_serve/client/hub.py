@@ -136,12 +136,15 @@ class Hub:
         finally:
             progress.close()
 
-    def edit(self, *, name: str | None = None) -> Any:
-        """Install a block on the engine: ``with hub.edit(name="...") as (tracer, edit):``."""
-        return self.model.edit(name=name)
+    def edit(self, *, name: str | None = None, shared: bool = False) -> Any:
+        """Install a block on the engine: ``with hub.edit(name="...") as (tracer, edit):``.
+
+        It runs for your traces; with ``shared=True``, which takes an admin, for everybody's.
+        """
+        return self.model.edit(name=name, shared=shared)
 
     def edits(self) -> edits.EditList:
-        """The edits that are installed, each with `clear`; an admin sees everybody's."""
+        """Your edits and the shared ones, each with `clear`; an admin sees everybody's."""
         return edits.listed(self._link)
 
     def __repr__(self) -> str:

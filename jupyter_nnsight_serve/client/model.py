@@ -162,14 +162,22 @@ class ServedModel(VLLM):  # type: ignore[misc]
         self,
         *,
         name: str | None = None,
+        shared: bool = False,
         inplace: bool = True,
         serve: str | None = None,
         api_key: str | None = None,
         backend: Any = None,
     ) -> Any:
-        """Install a block on the engine, to run for every request it applies to.
+        """Install a block on the engine, to run for every trace of yours.
 
         ``with model.edit(name="steer") as (tracer, edit):``; see nnsight's ``VLLM.edit``.
+
+        Parameters
+        ----------
+        name
+            What traces list it by in ``edits=[...]``.
+        shared
+            Whether it runs for everybody's traces; for admins of the server.
         """
         if not inplace:
             raise ValueError(
@@ -179,7 +187,7 @@ class ServedModel(VLLM):  # type: ignore[misc]
             )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"edit name must be a string, got {type(name).__name__}")
-        return ServedEdit(self, self._link(serve, api_key), name)
+        return ServedEdit(self, self._link(serve, api_key), name, shared)
 
     def clear_edits(self) -> None:
         """Clear every edit that was installed through this object."""

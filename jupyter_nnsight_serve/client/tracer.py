@@ -80,18 +80,21 @@ class ServedTracer(VLLMTracer):  # type: ignore[misc]
 class ServedRegistration(ServeRegistration):  # type: ignore[misc]
     """The handle on an edit that was installed from here."""
 
-    def __init__(self, model: Any, identity: str, link: Link, name: str | None) -> None:
+    def __init__(
+        self, model: Any, identity: str, link: Link, name: str | None, shared: bool
+    ) -> None:
         super().__init__(model, identity, link.url, api_key=None, name=name)
         self.link = link
+        self.shared = shared
 
     def install(self, payload: bytes) -> None:
-        for warning in edits.install(self.link, self.id, self.name, payload):
+        for warning in edits.install(self.link, self.id, self.name, payload, self.shared):
             # install <- RegisteringTracer.__exit__ <- our __exit__ <- the person's line.
             warnings.warn(warning, stacklevel=4)
 
     async def ainstall(self, payload: bytes) -> None:
         for warning in await asyncio.to_thread(
-            edits.install, self.link, self.id, self.name, payload
+            edits.install, self.link, self.id, self.name, payload, self.shared
         ):
             warnings.warn(warning, stacklevel=4)
 
@@ -105,13 +108,14 @@ class ServedRegistration(ServeRegistration):  # type: ignore[misc]
 class ServedEdit(RegisteringTracer):  # type: ignore[misc]
     """A block that stays on the engine: ``with model.edit() as (tracer, edit):``."""
 
-    def __init__(self, model: Any, link: Link, name: str | None) -> None:
+    def __init__(self, model: Any, link: Link, name: str | None, shared: bool) -> None:
         super().__init__(model, serve=link.url, name=name)
         self._link = link
+        self._shared = shared
 
     def _handle(self) -> ServedRegistration:
         return ServedRegistration(
-            self._model, f"registration-{uuid.uuid4().hex}", self._link, self._name
+            self._model, f"registration-{uuid.uuid4().hex}", self._link, self._name, self._shared
         )
 
     def __enter__(self) -> tuple[ServedEdit, ServedRegistration]:

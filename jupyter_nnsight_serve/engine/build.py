@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import copy
 import io
+import os
 import textwrap
 import uuid
 from collections.abc import Sequence
@@ -98,7 +99,9 @@ class Builder:
         self.model = model
         self.max_tokens = max_tokens
         self.scan = scan or Scan()
-        self.name = model.vllm_entrypoint.vllm_config.model_config.model
+        # Shown in notebooks, which have no use for the server's directories.
+        served = model.vllm_entrypoint.vllm_config.model_config.model
+        self.name = os.path.basename(os.path.normpath(served)) if os.path.isabs(served) else served
         self.max_body_bytes = max_body_bytes
         self.envoys = envoys_by_id(model)
         tag(model, self.envoys)

@@ -237,6 +237,7 @@ class FakeServer:
     archive: bytes = field(default_factory=tokenizer_zip)
     seen: list[Seen] = field(default_factory=list)
     edits: list[dict[str, Any]] = field(default_factory=list)
+    removed: list[dict[str, Any]] = field(default_factory=list)
     gone: threading.Event = field(default_factory=threading.Event)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -325,7 +326,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             elif path == "generate":
                 self.stream(server.answer(seen))
             elif path == "register":
-                self.json({"edits": server.edits})
+                self.json({"edits": server.edits, "removed": server.removed})
             elif path.startswith("register/"):
                 self.json({"status": "ok", "warnings": ["about caching"]})
 

@@ -414,14 +414,35 @@ def test_edits(server: FakeServer, hub: Any, model: Any) -> None:
 
 def test_edits_of_others_are_listed_and_cleared(server: FakeServer, hub: Any) -> None:
     assert repr(hub.edits()) == "no edits"
-    server.edits = [{"id": "a", "name": "n", "owner": "me", "created": 0.0, "bytes": 3, "new": 1}]
-    (edit,) = edits = hub.edits()
-    assert edit.name == "n" and "me" in repr(edits)
-    edit.clear()
+    entry = {"id": "a", "name": "n", "owner": "me", "created": 0.0, "bytes": 3, "new": 1}
+    more = {"shared": True, "runs": 1, "source": "x = 1"}
+    server.edits = [entry, {**entry, **more, "id": "b", "name": None, "owner": "root"}]
+    one, everybodys = edits = hub.edits()
+    assert (one.name, one.shared, one.runs, one.source) == ("n", False, None, None)
+    assert (everybodys.shared, everybodys.runs, everybodys.source) == (True, 1, "x = 1")
+    first, second = repr(edits).splitlines()
+    assert first.startswith("n  me  ") and "run" not in first
+    assert second.startswith("(for every trace)  root, for everybody  ") and "  1 run  " in second
+    one.clear()
     edits.clear_all()
     assert [s.path for s in server.seen if s.method == "DELETE"] == [
-        f"{server.base}/nnsight/register/a"
+        f"{server.base}/nnsight/register/a?owner=me",
+        f"{server.base}/nnsight/register/b",
     ]
+
+
+def test_edits_that_went_are_told_of_with_the_reason(server: FakeServer, hub: Any) -> None:
+    server.removed = [{"id": "a", "name": "n", "removed": 1.0, "reason": "its lifetime was over"}]
+    edits = hub.edits()
+    assert edits == [] and edits.removed[0]["name"] == "n"
+    assert repr(edits).splitlines() == ["no edits", "n is gone: its lifetime was over"]
+
+
+def test_an_edit_for_everybody_says_so(server: FakeServer, hub: Any, model: Any) -> None:
+    with pytest.warns(UserWarning), hub.edit(name="a b", shared=True) as (tracer, edit):
+        model.model.layers[2].output[0][:] = 0
+    (sent,) = [s for s in server.seen if s.method == "POST"]
+    assert sent.path.endswith("?name=a%20b&shared=true")
 
 
 def test_an_edit_that_is_refused(server: FakeServer, hub: Any, model: Any) -> None:

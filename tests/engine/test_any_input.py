@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import requests
 import schemathesis
 import torch
 import zstandard
@@ -45,6 +46,12 @@ def tiny(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         assert server.status()["state"] == "ready", server.tail()
 
 
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as found:
+        yield found
+
+
 @API.parametrize()
 @settings(
     max_examples=30,
@@ -54,8 +61,11 @@ def tiny(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_answers_are_those_of_the_specification(case: Any, tiny: Server) -> None:
+def test_answers_are_those_of_the_specification(
+    case: Any, tiny: Server, session: requests.Session
+) -> None:
     case.call_and_validate(
+        session=session,
         base_url=tiny.url,
         headers={"Authorization": f"token {tiny.token}"},
         checks=CHECKS,
@@ -109,6 +119,12 @@ class Post:
         self.base = address.path
         self.connection = http.client.HTTPConnection(address.hostname or "", address.port, 60)
 
+    def __enter__(self) -> Post:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.connection.close()
+
     def __call__(self, path: str, body: bytes, compressed: bool) -> tuple[int, bytes]:
         headers = {"ndif-api-key": self.server.token, "nnsight-compress": str(compressed)}
         self.connection.request("POST", self.base + path, body, headers)
@@ -138,7 +154,6 @@ def check(status: int, answer: bytes) -> None:
 def test_broken_bodies_are_refused_in_a_sentence(
     path: str, tiny: Server, trace: bytes, pytestconfig: pytest.Config
 ) -> None:
-    post = Post(tiny)
     packed = zstandard.compress(trace)
 
     @many(pytestconfig)
@@ -149,13 +164,13 @@ def test_broken_bodies_are_refused_in_a_sentence(
             body = way(body)
         check(*post(path, body, compressed))
 
-    run()
+    with Post(tiny) as post:
+        run()
     tiny.get("/nnsight/register/an-id", "DELETE")
     assert tiny.status()["requests"]["tracked"] == 0
 
 
 def test_other_bodies_are_refused_in_a_sentence(tiny: Server, pytestconfig: pytest.Config) -> None:
-    post = Post(tiny)
     plain = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
@@ -170,7 +185,8 @@ def test_other_bodies_are_refused_in_a_sentence(tiny: Server, pytestconfig: pyte
         assert status in REFUSALS, answer
         check(status, answer)
 
-    run()
+    with Post(tiny) as post:
+        run()
 
 
 def test_a_body_that_names_what_no_trace_needs_is_refused_before_it_is_loaded(
@@ -184,13 +200,12 @@ def test_a_body_that_names_what_no_trace_needs_is_refused_before_it_is_loaded(
 
     body = io.BytesIO()
     pickle.dump(Touch(), body)
-    for path in ("/nnsight/generate", "/nnsight/register/x"):
-        for compressed in (False, True):
-            sent = zstandard.compress(body.getvalue()) if compressed else body.getvalue()
-            status, answer = Post(tiny)(path, sent, compressed)
-            assert status == 400
-            assert (
-                "refers to builtins.eval, which this server does not load"
-                in json.loads(answer)["message"]
-            )
+    whole = body.getvalue()
+    with Post(tiny) as post:
+        for path in ("/nnsight/generate", "/nnsight/register/x"):
+            for sent, compressed in ((whole, False), (zstandard.compress(whole), True)):
+                status, answer = post(path, sent, compressed)
+                assert status == 400
+                said = json.loads(answer)["message"]
+                assert "refers to builtins.eval, which this server does not load" in said
     assert not mark.exists()
