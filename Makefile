@@ -77,6 +77,8 @@ test: install notebook models proxy bubblewrap ## Run all tests; ARGS="-k name" 
 	@$(RUN) -m pytest tests/engine $(ARGS)
 	@echo "test: pytest tests/examples $(ARGS)"
 	@$(RUN) -m pytest tests/examples $(ARGS)
+	@echo "test: pytest tests/proxies $(ARGS)"
+	@$(RUN) -m pytest tests/proxies $(ARGS)
 	@echo "test: pytest tests/hub $(ARGS)"
 	@$(RUN) -m pytest tests/hub $(ARGS)
 
