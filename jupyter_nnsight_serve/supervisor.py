@@ -298,6 +298,9 @@ class EngineSupervisor:
         if self.status.state == "starting" and self._upstream is upstream:
             seconds = time.time() - self.status.since
             self._proven = True
+            if self._output is not None:
+                # What it said while it loaded is not why it ends later.
+                self._output.lines.clear()
             self._set(Status("ready", time.time()))
             self._log.info("Engine: ready after %.1f s", seconds)
 

@@ -200,12 +200,12 @@ def tiny_path() -> str:
     return str(MODELS / "tiny-llama")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def smollm2(smollm2_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(smollm2_path, tmp_path_factory.mktemp("smollm2")) as server:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(smollm2_path: str) -> Any:
     return stock_client(smollm2_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -325,6 +326,79 @@ def test_what_the_block_does_not_use_does_not_matter(model: Any, smollm2: Server
     assert logits.shape == (1, 49152)
     file.close()
     del lock, generator
+
+
+def test_a_dataframe_travels_when_the_block_uses_it_and_else_not(
+    model: Any, smollm2: Server
+) -> None:
+    import pandas
+
+    prompts = pandas.DataFrame({"text": [PROMPT, "One two three"], "scale": [2.0, 3.0]})
+    large = pandas.DataFrame({"numbers": range(1_000_000)})
+    unused = Heard(model, smollm2)
+    with model.trace(PROMPT, **ONE, backend=unused):
+        plain = model.logits.save()
+    assert len(large) == 1_000_000 and len(unused.body) < 100_000
+
+    used = Heard(model, smollm2)
+    with model.trace(max_tokens=1, temperature=0.0, backend=used) as tracer:
+        with tracer.invoke(prompts.iloc[0].text):
+            scaled = (model.logits * prompts.iloc[0].scale).save()
+    assert torch.equal(scaled, plain * 2)
+    assert len(unused.body) < len(used.body) < len(unused.body) + 20_000
+
+
+TRACE = """
+with model.trace(prompt, **one, **where):
+    logits = model.logits.save()
+print(word(logits))
+"""
+
+CELLS = {
+    "plain": TRACE,
+    "timed": "%%time" + TRACE,
+    "a VS Code cell": "#%% a title" + TRACE,
+    "awaited": "import asyncio\nawait asyncio.sleep(0)" + TRACE + "await asyncio.sleep(0)",
+    "in an async def": "async def run():"
+    + textwrap.indent(TRACE, "    ")
+    + "    await asyncio.sleep(0)\nawait run()",
+    "executed text": f"exec({TRACE!r})",
+    "a function of executed text": "space = dict(globals())\n"
+    f"exec('def run():' + {textwrap.indent(TRACE, '    ')!r}, space)\nspace['run']()",
+    "after both": TRACE,
+}
+
+
+def test_the_stock_client_in_the_cells_of_a_kernel(smollm2: Server, smollm2_path: str) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    setup = f"""
+        import torch
+        torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *a, **k: None
+        from nnsight.modeling.vllm import VLLM
+        model = VLLM({smollm2_path!r}, max_model_len=512)
+        where, one, prompt = {smollm2.where!r}, {ONE!r}, {PROMPT + " of"!r}
+        word = lambda logits: model.tokenizer.decode(logits.argmax())
+    """
+    cells = {"setup": textwrap.dedent(setup), **CELLS}
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells.values()]
+    )
+    nbclient.NotebookClient(
+        notebook, timeout=240, kernel_name="python3", allow_errors=True
+    ).execute()
+    outputs = {
+        name: "".join(
+            str(output.get("text") or f"{output.get('ename')}: {output.get('evalue')}")
+            for output in cell.outputs
+            if output.get("name") != "stderr"
+        )
+        for name, cell in zip(cells, notebook.cells, strict=True)
+    }
+    del outputs["setup"]
+    for name in ("executed text", "a function of executed text"):
+        assert outputs.pop(name).startswith("WithBlockNotFoundError: "), name
+    for name, text in outputs.items():
+        assert text.splitlines()[0] == " Paris", (name, text)
 
 
 @dataclasses.dataclass

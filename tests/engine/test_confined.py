@@ -77,15 +77,6 @@ def confined(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         server.stop()
 
 
-def attempt(command: str) -> str:
-    """What comes of a statement, in the process that it runs in."""
-    try:
-        exec(command, {})
-    except Exception as error:
-        return type(error).__name__
-    return "done"
-
-
 def test_a_block_has_no_network_no_homes_no_writes_and_no_other_processes(
     confined: Server, tiny_path: str, tmp_path: Path
 ) -> None:
@@ -102,6 +93,15 @@ def test_a_block_has_no_network_no_homes_no_writes_and_no_other_processes(
         "kill": f"import os; os.kill({confined.process.pid}, 0)",
         "own": "open('own', 'w').write('x')",
     }
+
+    def attempt(command: str) -> str:
+        """What comes of a statement, where it runs."""
+        try:
+            exec(command, {})
+        except Exception as error:
+            return type(error).__name__
+        return "done"
+
     model = stock_client(tiny_path)
     with model.trace([5, 6, 7], max_tokens=1, **confined.where):
         logits = model.logits.save()

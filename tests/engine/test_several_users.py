@@ -50,6 +50,7 @@ def listed(server: Server, user: str) -> list[dict[str, Any]]:
     return edits
 
 
+@pytest.mark.timeout(600)  # Two engines load in it, one after the other.
 def test_an_edit_changes_its_owners_traces_and_nobody_elses_also_after_a_restart(
     shared: Server, client: Any
 ) -> None:
