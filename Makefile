@@ -87,6 +87,12 @@ fuzz: install models ## Try 10,000 arbitrary inputs at every entry; FUZZ=1000 fo
 	@$(RUN) -m pytest tests/unit/test_fuzz.py --fuzz $(FUZZ) --timeout 1200
 	@echo "fuzz: pytest tests/engine/test_any_input.py --fuzz $(FUZZ)"
 	@$(RUN) -m pytest tests/engine/test_any_input.py --fuzz $(FUZZ) --timeout 1200
+	@if $(RUN) -m pip install --quiet --disable-pip-version-check atheris; then \
+	  for target in scan frames names; do \
+	    echo "fuzz: tests/fuzz/coverage_guided.py $$target"; \
+	    $(RUN) tests/fuzz/coverage_guided.py $$target -runs=$(FUZZ)0 -verbosity=0; \
+	  done; \
+	else echo "fuzz: atheris does not install here, so its three targets are left out"; fi
 
 lint: install ## Run ruff, ruff format --check and mypy --strict
 	@echo "lint: ruff check"

@@ -25,7 +25,7 @@ from urllib.parse import urlencode
 from .errors import BadRequest, NoRoom
 from .identity import Caller
 from .spool import Spool
-from .upstream import CHUNK_BYTES, Upstream
+from .upstream import CHUNK_BYTES, EngineLost, Upstream
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -274,7 +274,14 @@ class EditBook:
         self.expire()
         self._stale.clear()
         for edit in list(self._edits.values()):
-            status, answer = await self._install(edit, upstream, timeout)
+            try:
+                status, answer = await self._install(edit, upstream, timeout)
+            except EngineLost:
+                # The next engine gets them.
+                return
+            except TimeoutError:
+                answer = {"message": f"it took more than {timeout:g} s to install"}
+                status = 504
             if status != 200:
                 said = str(answer.get("message", status))
                 self._remove(edit, f"the engine was restarted and refused it: {said}")

@@ -27,6 +27,9 @@ from .settings import DEFAULT_COMMAND, EngineSettings, check_names
 from .supervisor import EngineSupervisor, Status
 from .upstream import Upstream
 
+# Seconds an engine that starts again has for each edit.
+REINSTALL_SECONDS = 60.0
+
 
 class NNsightServe(ExtensionApp):
     """Serve nnsight traces on one vLLM engine that is independent of any kernel."""
@@ -281,7 +284,7 @@ class NNsightServe(ExtensionApp):
         )
 
         async def reinstall(upstream: Upstream) -> None:
-            await self.edits.reinstall(upstream, settings.trace_timeout)
+            await self.edits.reinstall(upstream, REINSTALL_SECONDS)
 
         self.supervisor = EngineSupervisor(settings, runtime, log, reinstall, self._engine_changed)
         rules = self._rules()

@@ -81,8 +81,10 @@ class FrameWatch:
     def told(self) -> dict[str, str]:
         """The outcome in the last frame, by the names of the headers that else tell it."""
         try:
-            told: dict[str, Any] = json.loads(self._end)
+            told: Any = json.loads(self._end)
         except ValueError:
+            return {}
+        if not isinstance(told, dict):
             return {}
         if self.ended == "E":
             return {"Nnsight-Outcome": _OF_STATUS.get(told.get("status", 0), "refused")}

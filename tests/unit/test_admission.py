@@ -172,6 +172,14 @@ def test_frames_are_followed_however_they_are_cut() -> None:
         assert watch.told() == {"Nnsight-Outcome": outcome}
 
 
+def test_last_frame_that_tells_nothing_is_no_error() -> None:
+    for payload in (b"1+", b"1", b"[]", b"\xff", b""):
+        for kind in (b"E", b"Z"):
+            watch = FrameWatch()
+            watch.feed(kind + len(payload).to_bytes(4, "little") + payload)
+            assert (watch.ended, watch.told()) == (kind.decode(), {})
+
+
 def read_frames(data: bytes) -> list[tuple[str, Any]]:
     found = []
     while data:
