@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from nnsight.intervention.errors import DeferredError
 from nnsight.intervention.interleaver import EarlyStopException
 from nnsight.tracing.globals import BLOCKS, SOURCES
+from vllm.exceptions import VLLMValidationError
 
 # A scoped name, with the `[function:line]` that nnsight puts before the file of a function.
 _SCOPED = re.compile(r"(?:\[[^\]\s]+:\d+\] |<trace [^>]*> )*<trace [^>]*> (?:\[[^\]\s]+:\d+\] )*")
@@ -114,12 +115,20 @@ def capture_exception(exception: BaseException) -> DeferredError:
         "message": _short(plain(_text(exception))),
         "traceback": _short(plain("".join(traceback.format_list(frames)))),
         "is_control_flow": isinstance(exception, EarlyStopException),
-        "bases": [
-            kind.__name__
-            for kind in type(exception).__mro__[1:]
-            if kind.__module__ == "builtins" and kind not in _EVERY_ERROR
-        ],
+        "bases": _bases(exception),
     }
+
+
+def _bases(exception: BaseException) -> list[str]:
+    """The built-in classes that say what kind of error it is, nearest first."""
+    if isinstance(exception, VLLMValidationError):
+        # A ValueError on vLLM 0.25, a class of vLLM's own alone on 0.32.
+        return ["ValueError"]
+    return [
+        kind.__name__
+        for kind in type(exception).__mro__[1:]
+        if kind.__module__ == "builtins" and kind not in _EVERY_ERROR
+    ]
 
 
 def _text(exception: BaseException) -> str:

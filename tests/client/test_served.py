@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -168,9 +171,19 @@ def test_an_error_shows_the_lines_of_the_block_and_keeps_what_was_saved(
 
 
 def test_mistakes_are_named(model: Any, served: Any) -> None:
-    with pytest.raises(RuntimeError, match="maximum context length is 512"):
+    # vLLM's own class of error, caught by what it derives from.
+    with pytest.raises(ValueError, match="VLLMValidationError: .*maximum context length is 512"):
         with model.trace("hello " * 1000, max_tokens=1):
             x = model.logits.save()
+
+    class OfMine(LookupError, BufferError):
+        """A class of the notebook."""
+
+    for kind in (LookupError, RuntimeError):
+        with pytest.raises(kind, match="OfMine: layer 3") as caught:
+            with model.trace("Hello", max_tokens=1):
+                raise OfMine("layer 3")
+        assert caught.value.bases == ("LookupError", "BufferError")
     with pytest.raises(ValueError, match="separate tracer.invoke"):
         with model.trace(["a", "b"], max_tokens=1):
             x = model.logits.save()
@@ -183,7 +196,8 @@ def test_mistakes_are_named(model: Any, served: Any) -> None:
 def test_a_tree_that_is_not_the_served_one_is_refused(served: Any) -> None:
     model = connect(served.url, served.token).model
     model.tree_id = "0" * 64
-    with pytest.raises(HubError, match="this trace was written for") as caught:
+    sentence = "The server serves .*smollm2-135m-instruct, this trace was written for .*-instruct"
+    with pytest.raises(HubError, match=sentence) as caught:
         with model.trace("Hello", max_tokens=1):
             x = model.logits.save()
     assert caught.value.status == 409
@@ -242,4 +256,171 @@ def test_without_pickle_the_usual_saves_still_come(served: Any) -> None:
         result = tracer.result.save()
     assert hidden.shape[0] == len(result.prompt_token_ids)
     assert next(iter(result.outputs[0].logprobs[0].values())).logprob <= 0
+    with model.trace(PROMPT, max_tokens=1, flat_logprobs=True, logprobs=2, **GREEDY) as tracer:
+        cache = tracer.cache(include_inputs=True)
+        top = model.logits.topk(3).save()
+        array = model.logits.float().numpy().save()
+        result = tracer.result.save()
+    assert top.indices[0, 0] == array.argmax() == result.outputs[0].token_ids[0]
+    assert len(result.outputs[0].logprobs[0]) == 2
+    assert len(cache.keys()) > 300 and cache.model.model.layers[3].mlp.output.shape[-1] == 576
+    assert "ParallelLMHead" in cache.model.logits_processor.inputs[0][0].why
     assert sys.modules["vllm"] is None
+
+
+def test_parameters_have_their_shapes_here(model: Any) -> None:
+    weight = model.model.layers[3].mlp.down_proj.weight
+    assert weight.shape == (576, 1536) and weight.dtype == torch.bfloat16
+    assert weight.device.type == "meta"
+
+
+def test_a_module_of_the_notebook_that_is_edited_and_reloaded_runs_as_it_is_now(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nnsight
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "probe_of_mine.py"
+    file.write_text("class Reading(dict):\n    pass\n\ndef read(h):\n    return Reading(n=1)\n")
+    import probe_of_mine  # type: ignore[import-not-found]
+
+    nnsight.register(probe_of_mine)
+    found = []
+    for number in (1, 22):
+        file.write_text(file.read_text().replace("n=1", f"n={number}"))
+        importlib.invalidate_caches()
+        importlib.reload(probe_of_mine)
+        with model.trace("Hello", max_tokens=1):
+            reading = probe_of_mine.read(model.model.layers[0].output[0]).save()
+        assert isinstance(reading, probe_of_mine.Reading)
+        found.append(reading["n"])
+    assert found == [1, 22]
+
+
+OFFLINE = """
+import sys
+sys.modules["vllm"] = None
+import torch
+from jupyter_nnsight_serve import connect
+assert not torch.cuda.is_available()
+model = connect({url!r}, {token!r}).model
+with model.trace("The Eiffel Tower is located in the city of", max_tokens=1) as tracer:
+    result = tracer.result.save()
+print(model.tokenizer.decode(result.outputs[0].token_ids))
+"""
+
+
+def test_a_kernel_without_gpu_vllm_and_model_hub(served: Any, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "nothing"),
+    }
+    program = OFFLINE.format(url=served.url, token=served.token)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == " Paris\n", done.stderr
+
+
+CELLS = {
+    "connected": """
+        import asyncio, sys
+        sys.modules["vllm"] = None
+        from concurrent.futures import ThreadPoolExecutor
+        from jupyter_nnsight_serve import connect
+        model = connect().model
+        prompt = "The Eiffel Tower is located in the city of"
+        """,
+    "a plain cell": """
+        with model.trace(prompt, max_tokens=1, temperature=0.0) as tracer:
+            r = tracer.result.save()
+        print(r.outputs[0].text)
+        """,
+    "awaited at the top": """
+        async with model.trace(prompt, max_tokens=1, temperature=0.0) as tracer:
+            r = tracer.result.save()
+        print(r.outputs[0].text)
+        """,
+    "in a function that is awaited": """
+        async def cell():
+            async with model.trace(prompt, max_tokens=1, temperature=0.0) as tracer:
+                r = tracer.result.save()
+            return r.outputs[0].text
+
+        print(await cell())
+        """,
+    "eight threads": """
+        def one(number):
+            with model.trace(prompt, max_tokens=1, temperature=0.0) as tracer:
+                r = tracer.result.save()
+            return r.outputs[0].text
+
+        with ThreadPoolExecutor(8) as pool:
+            print(*set(pool.map(one, range(8))), sep="")
+        """,
+    "timed": """
+        %%time
+        with model.trace(prompt, max_tokens=1, temperature=0.0) as tracer:
+            r = tracer.result.save()
+        print(r.outputs[0].text)
+        """,
+    "after nest_asyncio": """
+        import nest_asyncio2
+        nest_asyncio2.apply()
+        with model.trace(prompt, max_tokens=1, temperature=0.0) as tracer:
+            r = tracer.result.save()
+        assert asyncio.get_running_loop().run_until_complete(cell()) == r.outputs[0].text
+        print(r.outputs[0].text)
+        """,
+    "wrong": """
+        def helper(hidden):
+            return hidden[:, 0, 0, 0]
+
+        with model.trace(prompt, max_tokens=1):
+            wrong = helper(model.model.layers[2].output[0]).save()
+        """,
+}
+
+
+def visible(outputs: list[Any], stream: str) -> str:
+    """What stays of the text that a cell wrote to a stream."""
+    text = "".join(
+        o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == stream
+    )
+    lines = []
+    for line in text.split("\n"):
+        shown: list[str] = []
+        for piece in line.split("\r"):
+            shown[: len(piece)] = piece
+        lines.append("".join(shown).rstrip())
+    return "\n".join(lines)
+
+
+def test_in_the_cells_of_a_kernel(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a loop runs already; with its progress line, which leaves nothing behind."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("NNSIGHT_SERVE_URL", served.url)
+    monkeypatch.setenv("NNSIGHT_SERVE_TOKEN", served.token)
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in CELLS.values()]
+    )
+    client = nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", allow_errors=True
+    )
+    client.execute()
+    outputs = {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
+    for name, found in outputs.items():
+        errors = [output for output in found if output["output_type"] == "error"]
+        assert bool(errors) == (name == "wrong"), errors
+        # Where there are no widgets, tqdm says so when nnsight's own dependencies import it.
+        if name != "connected":
+            assert visible(found, "stderr") == "", found
+        if name not in ("connected", "wrong"):
+            first, *more = visible(found, "stdout").strip("\n").split("\n")
+            assert first == " Paris" and (name == "timed") == bool(more), found
+    shown = re.sub("\x1b\\[[0-9;]*m", "", "\n".join(outputs["wrong"][-1]["traceback"]))
+    assert "ServedTraceError: IndexError: too many indices" in shown
+    assert "return hidden[:, 0, 0, 0]" in shown and "site-packages" not in shown
+    assert "jupyter_nnsight_serve" not in shown
