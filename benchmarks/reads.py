@@ -2,7 +2,7 @@
 
     python benchmarks/reads.py MODEL [PAIRS]
 
-runs one synchronous engine in this process and switches its batcher between this package's, which
+runs one synchronous engine and switches its batcher between this package's, which
 lends copies and writes them back, and nnsight's own, which hands out views. Each pair of batches is
 run in both orders; printed are the medians of the seconds, and of the ratios within the pairs.
 """
@@ -15,7 +15,8 @@ import sys
 import time
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Lets `switch` be sent to the worker.
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 REQUESTS = 16
 PROMPT_TOKENS = 128
@@ -23,7 +24,7 @@ STEPS = 8
 
 
 def build(model: str) -> Any:
-    """A synchronous engine on the CPU, in this process."""
+    """A synchronous engine on the CPU."""
     from jupyter_nnsight_serve.engine import compat
 
     compat.apply()
@@ -73,23 +74,35 @@ def each_step(model: Any) -> None:
                     saved.append(model.model.layers[8].output[0])
 
 
+def switch(worker: Any, kind: str) -> None:
+    """Give the worker's interleaver one of the two batchers."""
+    from nnsight.modeling.vllm.batching import VLLMBatcher
+
+    from jupyter_nnsight_serve.engine.handoff import LendingBatcher
+
+    class Views(VLLMBatcher):  # type: ignore[misc]
+        """nnsight's own, with what this package's blocks ask of a batcher."""
+
+        serving = 0
+
+        def settle(self) -> None:
+            """There is nothing to write back."""
+
+    batcher = (Views if kind == "views" else LendingBatcher)(None)
+    batcher.clone_reads = False
+    worker.model_runner.nnsight_model.interleaver.batcher = batcher
+
+
+KINDS = ("views", "copies")
 WORK = {"logits": logits, "one layer": one_layer, "all layers": all_layers, "each step": each_step}
 
 
 def main(path: str, pairs: str = "15") -> None:
     """Print a table."""
-    from nnsight.modeling.vllm.batching import VLLMBatcher
-
-    from jupyter_nnsight_serve.engine.handoff import LendingBatcher
-
     model = build(path)
-    worker = model.vllm_entrypoint.llm_engine.model_executor.driver_worker.worker
-    interleaver = worker.model_runner.nnsight_model.interleaver
-    batchers = {"views": VLLMBatcher(None), "copies": LendingBatcher(None)}
-    batchers["views"].clone_reads = False
 
     def seconds(kind: str, work: Any) -> float:
-        interleaver.batcher = batchers[kind]
+        model.vllm_entrypoint.collective_rpc(switch, args=(kind,))
         begun = time.perf_counter()
         work(model)
         return time.perf_counter() - begun
@@ -97,11 +110,11 @@ def main(path: str, pairs: str = "15") -> None:
     print(f"{REQUESTS} requests of {PROMPT_TOKENS} tokens, {pairs} pairs, {os.path.basename(path)}")
     print(f"{'work':12} {'views':>9} {'copies':>9} {'copies/views':>13} {'quartiles':>15}")
     for name, work in WORK.items():
-        for kind in batchers:
+        for kind in KINDS:
             seconds(kind, work)
-        taken: dict[str, list[float]] = {kind: [] for kind in batchers}
+        taken: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for pair in range(int(pairs)):
-            for kind in sorted(batchers, reverse=bool(pair % 2)):
+            for kind in sorted(KINDS, reverse=bool(pair % 2)):
                 taken[kind].append(seconds(kind, work))
         ratios = [c / v for c, v in zip(taken["copies"], taken["views"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)

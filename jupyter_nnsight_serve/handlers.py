@@ -22,6 +22,8 @@ from .upstream import EngineLost, ResponseHead
 # Seconds a trace waits for its turn before it is told its place.
 QUIET_SECONDS = 0.25
 
+ORDERS = ("start", "stop", "restart")
+
 # Headers of a trace that are for the engine.
 _PASSED = (
     "nnsight-compress",
@@ -304,6 +306,23 @@ class StatusHandler(NNsightHandler):
         )
 
 
+class EngineHandler(NNsightHandler):
+    """Control of the engine."""
+
+    @web.authenticated
+    @allowed_to("admin")
+    async def post(self, order: str) -> None:
+        """Start, stop or restart the engine; answers with the state it then is in."""
+        if order not in ORDERS:
+            raise NotFound(
+                f"There is no {order[:100]!r} here; an engine takes {', '.join(ORDERS)}."
+            )
+        self.log.info("engine %s ordered user=%s", order, self.caller.name)
+        await self.supervisor.command(order)
+        status = self.supervisor.status
+        await self.answer({"state": status.state, "reason": status.reason})
+
+
 class UsageHandler(NNsightHandler):
     """What each user has had of the engine."""
 
@@ -362,6 +381,7 @@ ROUTES: list[tuple[str, type[NNsightHandler]]] = [
     (r"/health", HealthHandler),
     (r"/nnsight/status", StatusHandler),
     (r"/nnsight/usage", UsageHandler),
+    (r"/nnsight/engine/([^/]+)", EngineHandler),
     (r"/v1/nnsight/status", StatusHandler),
     # What comes close: anything below the two prefixes, the stock client's prefix below another
     # page's address, and the words themselves without it.

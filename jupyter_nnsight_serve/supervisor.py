@@ -198,6 +198,16 @@ class EngineSupervisor:
         """
         await asyncio.shield(self._begin_stop())
 
+    async def command(self, order: str) -> None:
+        """Do what an admin orders: "start", "stop" or "restart". Returns once it is under way.
+
+        A stop that is under way is waited for before a start.
+        """
+        if order != "start" or self._stopping is not None:
+            await self.stop()
+        if order != "stop":
+            self.start()
+
     # Starting
 
     @property

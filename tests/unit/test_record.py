@@ -105,3 +105,29 @@ async def test_usage_is_each_users_and_for_admins(ready: NNsightServe, ask: Ask)
     assert ann["gpu_seconds"] == pytest.approx(2 * ann["engine_seconds"])
     assert (ann["prompt_tokens"], ann["generated_tokens"]) == (14, 2)
     assert usage["users"]["bob"]["bytes_in"] == 1
+
+
+async def test_admins_start_stop_and_restart_the_engine(ready: NNsightServe, ask: Ask) -> None:
+    first = ready.supervisor.pid
+    for order in ("start", "stop", "restart"):
+        refused = await ask(f"/nnsight/engine/{order}", "POST", key="ann")
+        assert refused.code == 403
+    assert ready.supervisor.pid == first
+
+    answer = await ask("/nnsight/engine/start", "POST", key="root")
+    assert json.loads(answer.body) == {"state": "ready", "reason": None}
+    answer = await ask("/nnsight/engine/stop", "POST", key="root")
+    assert json.loads(answer.body) == {"state": "stopped", "reason": "it was stopped"}
+    assert ready.supervisor.pid is None
+    trace = await ask("/nnsight/generate", "POST", body=b"x", key="ann")
+    assert trace.code == 503 and "is stopped" in said(trace)
+    answer = await ask("/nnsight/engine/start", "POST", key="root")
+    assert json.loads(answer.body)["state"] == "starting"
+    await wait_state(ready, "ready")
+    second = ready.supervisor.pid
+    answer = await ask("/nnsight/engine/restart", "POST", key="root")
+    assert json.loads(answer.body)["state"] == "starting"
+    await wait_state(ready, "ready")
+    assert len({first, second, ready.supervisor.pid}) == 3
+    assert (await ask("/nnsight/generate", "POST", body=b"x", key="ann")).code == 200
+    assert (await ask("/nnsight/engine/sleep", "POST", key="root")).code == 404
