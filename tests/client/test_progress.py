@@ -14,6 +14,7 @@ import torch
 from fake_server import TOKEN, FakeServer, result, state
 
 from jupyter_nnsight_serve import connect
+from jupyter_nnsight_serve.client import progress
 
 
 class Terminal(io.StringIO):
@@ -118,6 +119,9 @@ def test_what_blocks_say_stands_clear_of_the_line(
 ) -> None:
     terminal = watched(monkeypatch)
     monkeypatch.setattr(sys, "stdout", terminal)
+    lines: list[str] = []
+    made = progress._bar
+    monkeypatch.setattr(progress, "_bar", lambda text: lines.append(text) or made(text))
 
     def answer(seen: Any) -> Iterator[bytes]:
         time.sleep(0.8)
@@ -138,3 +142,5 @@ def test_what_blocks_say_stands_clear_of_the_line(
         list(pool.map(one, range(2)))
     shown = [last_line(line) for line in terminal.getvalue().split("\n")]
     assert shown == ["the block says hello", "the block says hello", ""]
+    # The line stayed for the trace that went on when the other had ended.
+    assert len(lines) == 1

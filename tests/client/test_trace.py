@@ -766,6 +766,14 @@ async def cell():
 
 found = asyncio.run(cell())
 """
+LATER = """
+import contextlib
+
+if True:
+    with contextlib.suppress(OSError):
+        y = 1
+found = asyncio.run(cell())
+"""
 EDITED = """
 with model.edit() as (tracer, edit):
     model.model.layers[1].output[0][:] = 0
@@ -792,7 +800,7 @@ def test_under_the_time_magic(server: FakeServer, model: Any) -> None:
         assert shell.run_cell("%%time" + EDITED).success
         assert [seen.method for seen in server.seen if "register/" in seen.path] == ["POST"]
         # Its source is gone, and this cell's is not it.
-        wrong = shell.run_cell("%%time\npass\nfound = asyncio.run(cell())")
+        wrong = shell.run_cell("%%time" + LATER)
         assert isinstance(wrong.error_in_exec, WithBlockNotFoundError)
     finally:
         shell.clear_instance()
