@@ -156,14 +156,41 @@ class Admission:
         self._not_running[trace.owner] += 1
         return trace
 
+    def reserve(self, caller: Caller) -> Callable[[], None]:
+        """Count an edit that is received and installed among what of `caller` does not run.
+
+        Returns
+        -------
+        Ends that; a second call is a no-op.
+
+        Raises
+        ------
+        TooManyTraces
+            The caller has as many as the limit allows.
+        """
+        if self._not_running[caller.name] >= self._limits.user_waiting:
+            raise TooManyTraces(self._limits.user_waiting)
+        self._not_running[caller.name] += 1
+        held = [caller.name]
+
+        def release() -> None:
+            while held:
+                _less(self._not_running, held.pop())
+
+        return release
+
     def queue(self, trace: Trace) -> asyncio.Future[bool]:
         """The trace's body is complete. The result is done when its turn has come.
 
         It is then True; False when the trace ended before its turn, and `EngineUnavailable` when
         the engine did.
         """
-        trace.state = WAITING
         trace.turn = asyncio.get_running_loop().create_future()
+        if trace.id not in self._traces:
+            # Its caller left before its body was looked at.
+            trace.turn.set_result(False)
+            return trace.turn
+        trace.state = WAITING
         self._queues.setdefault(trace.owner, deque()).append(trace)
         self._advance()
         return trace.turn
@@ -212,7 +239,7 @@ class Admission:
         """How many turns it is until the trace's, counting its own; None when it does not wait.
 
         Round-robin, each other user has as many turns before it as the trace's own user has, and
-        one more when that user's turn comes first.
+        one more when that user's turn comes first. One who holds a full share takes no turns.
         """
         own = self._queues.get(trace.owner)
         if trace.state != WAITING or own is None or trace not in own:
@@ -222,7 +249,7 @@ class Admission:
         for owner, queue in self._queues.items():
             if owner == trace.owner:
                 first = 0
-            else:
+            elif self._running[owner] < self._limits.user_traces:
                 place += min(len(queue), index + first)
         return place
 
@@ -250,8 +277,8 @@ class Admission:
                     del self._queues[trace.owner]
         if trace.turn is not None and not trace.turn.done():
             trace.turn.set_result(False)
-        self._report(trace, outcome, told)
         self._advance()
+        self._report(trace, outcome, told)
 
     def _report(self, trace: Trace, outcome: str, told: Mapping[str, str]) -> None:
         now = time.monotonic()

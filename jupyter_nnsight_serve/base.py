@@ -289,11 +289,12 @@ class NNsightHandler(ExtensionHandlerMixin, APIHandler):
 
         No trace runs them any more, so an engine that cannot be asked only keeps them in memory.
         """
-        for key in self.edits.take_stale():
+        for key in self.edits.stale():
             try:
                 await self.supervisor.upstream().ask("DELETE", f"/edits/{key}", ASK_SECONDS)
             except (EngineLost, EngineUnavailable):
                 return
+            self.edits.forgotten(key)
 
     # Answers.
 

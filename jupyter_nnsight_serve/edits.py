@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections import deque
+import uuid
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlencode
 
-from .errors import BadRequest, NoRoom
+from .errors import BadRequest, NoRoom, NotAllowed
 from .identity import Caller
 from .spool import Spool
 from .upstream import CHUNK_BYTES, EngineLost, Upstream
@@ -63,6 +63,9 @@ class Edit:
         Unix time in seconds.
     bytes
         Size of the serialized block.
+    key
+        What the engine knows it by. Each installation has a key of its own, so that what is still
+        on its way to the engine for an earlier one cannot meet a later one.
     """
 
     id: str
@@ -72,12 +75,12 @@ class Edit:
     compressed: str = "False"
     created: float = 0.0
     bytes: int = 0
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
-    def key(self) -> str:
-        """What the engine knows it by: the same for the same id of the same owner."""
-        whose = "" if self.shared else self.owner
-        return hashlib.sha256(f"{self.shared}\0{whose}\0{self.id}".encode()).hexdigest()[:32]
+    def place(self) -> tuple[str | None, str]:
+        """Where it is in the book: ids are each owner's own, and the shared ones'."""
+        return None if self.shared else self.owner, self.id
 
     @property
     def target(self) -> str:
@@ -107,7 +110,7 @@ class Draft:
     size: int
 
     def discard(self) -> None:
-        """Forget the body; a second call, or one after `EditBook.add`, is a no-op."""
+        """Forget the body of a draft that came to nothing; a second call is a no-op."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
@@ -143,8 +146,9 @@ class EditBook:
         self._on_change = on_change
         self._clock = clock
         self._directory: str | None = None
-        self._drafts = 0
-        self._edits: dict[str, Edit] = {}
+        self._edits: dict[tuple[str | None, str], Edit] = {}
+        # How often an engine ended while it was given an edit again.
+        self._ended_at: Counter[str] = Counter()
         self._removed: deque[dict[str, Any]] = deque(maxlen=1000)
         # Keys the engine still has and no longer needs.
         self._stale: set[str] = set()
@@ -156,8 +160,7 @@ class EditBook:
         if self._directory is None:
             os.makedirs(self._parent, mode=0o700, exist_ok=True)
             self._directory = tempfile.mkdtemp(prefix="nnsight-edits-", dir=self._parent)
-        self._drafts += 1
-        draft = Draft(edit, f"{self._body(edit.key)}.{self._drafts}", body.size)
+        draft = Draft(edit, self._body(edit.key), body.size)
         try:
             with open(
                 os.open(draft.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
@@ -167,19 +170,22 @@ class EditBook:
         except OSError as error:
             draft.discard()
             raise NoRoom(error) from None
+        except BaseException:
+            draft.discard()
+            raise
         return draft
 
     def add(self, draft: Draft) -> Edit:
         """Record a draft that the engine has installed."""
         edit = replace(draft.edit, created=self._clock(), bytes=draft.size)
-        os.replace(draft.path, self._body(edit.key))
         # An edit that is installed again is the newest.
-        self._edits.pop(edit.key, None)
-        self._edits[edit.key] = edit
-        self._stale.discard(edit.key)
+        before = self._edits.pop(edit.place, None)
+        if before is not None:
+            self._let_go(before)
+        self._edits[edit.place] = edit
         self._on_change("installed", edit, None)
         own = [e for e in self._edits.values() if e.owner == edit.owner and not e.shared]
-        for oldest in own[: -self._max_edits] if not edit.shared else ():
+        for oldest in own[: max(0, len(own) - self._max_edits)] if not edit.shared else ():
             self._remove(
                 oldest,
                 f"you have {self._max_edits} newer ones, and max_edits allows no more; clear "
@@ -189,36 +195,59 @@ class EditBook:
 
     # Removing
 
-    def find(self, edit_id: str, caller: Caller, owner: str | None = None) -> Edit | None:
-        """The edit that `caller` means: the caller's own, or for an admin a shared one.
+    def find(
+        self, edit_id: str, caller: Caller, owner: str | None = None, *, shared: bool = False
+    ) -> Edit | None:
+        """The edit that `caller` means and may clear: an own one, or for an admin any.
 
         Parameters
         ----------
         owner
             Whose edit an admin means.
+        shared
+            Whether the shared one is meant.
+
+        Raises
+        ------
+        NotAllowed
+            It is a shared one, which the caller sees and may not clear.
         """
-        if owner is not None and owner != caller.name:
-            return self._edits.get(Edit(edit_id, None, owner).key) if caller.admin else None
-        own = self._edits.get(Edit(edit_id, None, caller.name).key)
-        if own is None and caller.admin:
-            return self._edits.get(Edit(edit_id, None, caller.name, shared=True).key)
-        return own
+        everybodys = self._edits.get((None, edit_id))
+        if shared or owner not in (None, caller.name):
+            found = everybodys if shared else self._edits.get((owner, edit_id))
+            own = None
+        else:
+            own = self._edits.get((caller.name, edit_id))
+            found = own or everybodys
+        if found is None or found is own or caller.admin:
+            return found
+        if found.shared:
+            raise NotAllowed(
+                "An admin of this server installed this edit for everybody, and only an admin may "
+                "clear it; edits=[...] runs the named edits that it lists and no others."
+            )
+        return None
 
     def clear(self, edit: Edit) -> None:
         """Forget an edit that its owner or an admin no longer wants."""
         self._remove(edit, None)
 
     def _remove(self, edit: Edit, reason: str | None) -> None:
-        if self._edits.pop(edit.key, None) is None:
+        if self._edits.get(edit.place) is not edit:
             return
-        with contextlib.suppress(OSError):
-            os.unlink(self._body(edit.key))
-        self._stale.add(edit.key)
+        del self._edits[edit.place]
+        self._let_go(edit)
         self._on_change("cleared" if reason is None else "removed", edit, reason)
         if reason is not None:
             now = self._clock()
             told = {**edit.model(now), "removed": now, "reason": reason}
             self._removed.append(told)
+
+    def _let_go(self, edit: Edit) -> None:
+        """Forget an edit's body, and have the engine forget the edit."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._body(edit.key))
+        self._stale.add(edit.key)
 
     def expire(self) -> None:
         """Remove what has reached its lifetime."""
@@ -266,6 +295,11 @@ class EditBook:
     async def reinstall(self, upstream: Upstream, timeout: float) -> None:
         """Give every edit to an engine that has just loaded.
 
+        Raises
+        ------
+        EngineLost, TimeoutError
+            The engine ended, or hangs. The edits stay for the next.
+
         Parameters
         ----------
         timeout
@@ -274,17 +308,32 @@ class EditBook:
         self.expire()
         self._stale.clear()
         for edit in list(self._edits.values()):
+            if self._edits.get(edit.place) is not edit:
+                # Cleared while others were installed.
+                continue
             try:
                 status, answer = await self._install(edit, upstream, timeout)
-            except EngineLost:
-                # The next engine gets them.
-                return
-            except TimeoutError:
-                answer = {"message": f"it took more than {timeout:g} s to install"}
-                status = 504
+            except FileNotFoundError:
+                # Cleared just now; its body went first.
+                continue
+            except (EngineLost, TimeoutError):
+                self._blame(edit)
+                raise
+            if status >= 500:
+                self._blame(edit)
+                raise EngineLost
             if status != 200:
                 said = str(answer.get("message", status))
                 self._remove(edit, f"the engine was restarted and refused it: {said}")
+            elif self._edits.get(edit.place) is not edit:
+                self._stale.add(edit.key)
+        self._ended_at.clear()
+
+    def _blame(self, edit: Edit) -> None:
+        """The engine ended while it was given this edit; the second time it is the edit's doing."""
+        self._ended_at[edit.key] += 1
+        if self._ended_at[edit.key] > 1:
+            self._remove(edit, "the engine ended twice while this was installed again")
 
     async def _install(
         self, edit: Edit, upstream: Upstream, timeout: float
@@ -300,10 +349,13 @@ class EditBook:
             finally:
                 exchange.abort()
 
-    def take_stale(self) -> set[str]:
-        """Keys that the engine is to forget; each is handed out once."""
-        stale, self._stale = self._stale, set()
-        return stale
+    def stale(self) -> list[str]:
+        """Keys that the engine is to forget."""
+        return list(self._stale)
+
+    def forgotten(self, key: str) -> None:
+        """The engine has forgotten a stale key."""
+        self._stale.discard(key)
 
     def close(self) -> None:
         """Forget everything; the server ends."""

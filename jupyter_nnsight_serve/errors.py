@@ -163,6 +163,18 @@ class TooManyTraces(NNsightServeError):
         )
 
 
+class Stalled(NNsightServeError):
+    """A request whose body stopped coming."""
+
+    status = 408
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"Nothing of this request's body came for {seconds:g} s (stall_timeout), so the server "
+            "stopped waiting for it; send it again over a connection that holds."
+        )
+
+
 class NoRoom(NNsightServeError):
     """The server cannot keep a body until its turn."""
 

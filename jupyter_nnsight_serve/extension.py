@@ -93,6 +93,12 @@ class NNsightServe(ExtensionApp):
         of its answer.""",
     ).tag(config=True)
 
+    stall_timeout = Float(
+        60.0,
+        help="""Seconds after which a caller is let go of who sends no more of a body, or takes no
+        more of an answer.""",
+    ).tag(config=True)
+
     max_traces = Int(
         256,
         help="""Traces that the engine has at a time; the others wait, and users take turns.""",
@@ -262,6 +268,7 @@ class NNsightServe(ExtensionApp):
             max_user_waiting=self.max_user_waiting,
             max_trace_tokens=self.max_trace_tokens,
             spool_dir=self.spool_dir,
+            stall_timeout=self.stall_timeout,
             restart_backoff=self.restart_backoff,
             max_restarts=self.max_restarts,
             max_edits=self.max_edits,
@@ -273,7 +280,7 @@ class NNsightServe(ExtensionApp):
         )
         runtime = self.serverapp.runtime_dir
         assert self.serverapp.event_logger is not None
-        self.recorder = Recorder(self.serverapp.event_logger, settings.devices)
+        self.recorder = Recorder(self.serverapp.event_logger, settings.devices, log)
         self.edits = EditBook(
             runtime, settings.max_edits, settings.edit_lifetime, self.recorder.edit_changed
         )
@@ -320,7 +327,7 @@ class NNsightServe(ExtensionApp):
             sys.stderr.write(f"jupyter nnsight-serve: {self._problem}\n")
             self.exit(1)
         self.log.error("nnsight-serve does not start: %s", self._problem)
-        self.supervisor.fail(self._problem)
+        self.supervisor.refuse(self._problem)
 
     def initialize_handlers(self) -> None:
         """Add the routes."""
@@ -356,7 +363,7 @@ class NNsightServe(ExtensionApp):
         """The server stops: so does the engine."""
         if self.activity is not None:
             self.activity.stop()
-        await self.supervisor.stop()
+        await self.supervisor.close()
         self.edits.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from jupyter_server.auth.decorator import allow_unauthenticated
@@ -16,11 +17,15 @@ from .edits import Draft, Edit, check_id
 from .errors import EngineUnavailable, NoRoom, NotAllowed, NotFound
 from .paths import advice
 from .relay import StreamingHandler
+from .spool import BodyGone
 from .status import status_model
 from .upstream import EngineLost, ResponseHead
 
 # Seconds a trace waits for its turn before it is told its place.
 QUIET_SECONDS = 0.25
+
+# Edits that the engine is asked about at a time.
+KEYS_AT_ONCE = 50
 
 ORDERS = ("start", "stop", "restart")
 
@@ -71,6 +76,9 @@ class GenerateHandler(StreamingHandler):
     @allowed_to("trace")
     async def post(self) -> None:
         """Answer with what the trace saved, once its turn has come."""
+        self.complete()
+        if self._gone:
+            return
         try:
             came = await self._turn()
         except EngineUnavailable as error:
@@ -105,6 +113,8 @@ class EditHandler(StreamingHandler):
     """Install an edit, or clear it."""
 
     draft: Draft | None = None
+    installed = False
+    release: Callable[[], None] = staticmethod(lambda: None)
 
     @web.authenticated
     @allowed_to("edit")
@@ -126,6 +136,7 @@ class EditHandler(StreamingHandler):
             shared=shared,
             compressed=self.request.headers.get("nnsight-compress", "False"),
         )
+        self.release = self.admission.reserve(self.caller)
         self.expect()
 
     def target(self) -> tuple[str, str, dict[str, str]]:
@@ -136,6 +147,7 @@ class EditHandler(StreamingHandler):
         """Record an edit that the engine took."""
         if head.status == 200 and self.draft is not None:
             edit = self.edits.add(self.draft)
+            self.installed = True
             self.log.info(
                 "edit %s installed user=%s name=%s shared=%s bytes_in=%d",
                 edit.id,
@@ -152,7 +164,8 @@ class EditHandler(StreamingHandler):
 
     def ended(self, outcome: str, told: dict[str, str]) -> None:
         """Forget the body of an edit that was not installed."""
-        if self.draft is not None:
+        self.release()
+        if self.draft is not None and not self.installed:
             self.draft.discard()
 
     @web.authenticated
@@ -160,10 +173,13 @@ class EditHandler(StreamingHandler):
     async def post(self, edit_id: str) -> None:
         """Answer with what the engine says to the edit."""
         assert self.body is not None
+        self.complete()
         try:
             self.draft = await self.edits.draft(self.edit, self.body)
         except NoRoom as error:
             await self.give_up(error)
+            return
+        except BodyGone:
             return
         await self.relay()
         await self.forget_stale()
@@ -187,7 +203,12 @@ class ClearEditHandler(NNsightHandler):
 
 async def clear_edit(handler: NNsightHandler, edit_id: str) -> None:
     """Forget an edit of the caller's; somebody else's is as unknown as one that is not there."""
-    edit = handler.edits.find(edit_id, handler.caller, handler.get_query_argument("owner", None))
+    edit = handler.edits.find(
+        edit_id,
+        handler.caller,
+        handler.get_query_argument("owner", None),
+        shared=handler.get_query_argument("shared", "false") == "true",
+    )
     if edit is not None:
         handler.edits.clear(edit)
         handler.log.info(
@@ -207,13 +228,16 @@ class EditsHandler(NNsightHandler):
         edits = self.edits.visible_to(self.caller)
         await self.forget_stale()
         known: dict[str, Any] = {}
-        if edits:
+        for start in range(0, len(edits), KEYS_AT_ONCE):
+            keys = ",".join(edit.key for edit in edits[start : start + KEYS_AT_ONCE])
             try:
-                _, answer = await self.supervisor.upstream().ask("GET", "/edits", ASK_SECONDS)
-                known = answer.get("edits", {})
+                _, answer = await self.supervisor.upstream().ask(
+                    "GET", f"/edits?keys={keys}", ASK_SECONDS
+                )
             except (EngineLost, EngineUnavailable):
                 # What the engine counts is not to be had; what is installed is known here.
-                known = {}
+                break
+            known.update(answer.get("edits", {}))
         now = self.edits.now()
         await self.answer(
             {

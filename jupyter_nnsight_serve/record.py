@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,10 +53,18 @@ class Recorder:
         Jupyter's event bus, on which an admin configures handlers (c.EventLogger).
     devices
         Devices the engine runs on.
+    log
+        Gets the errors of event handlers.
     """
 
-    def __init__(self, events: EventLogger, devices: int = 1) -> None:
+    def __init__(
+        self,
+        events: EventLogger,
+        devices: int,
+        log: logging.Logger | logging.LoggerAdapter[Any],
+    ) -> None:
         self._events = events
+        self._log = log
         self._devices = devices
         self._since = time.time()
         self._totals: dict[str, Total] = {}
@@ -108,4 +117,8 @@ class Recorder:
         }
 
     def _emit(self, name: str, data: dict[str, Any]) -> None:
-        self._events.emit(schema_id=_ID.format(name), data=data)
+        try:
+            self._events.emit(schema_id=_ID.format(name), data=data)
+        except Exception:
+            # A handler of the admin's that fails is no reason to lose a trace.
+            self._log.exception("The event %s could not be recorded", name)

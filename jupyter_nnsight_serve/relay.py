@@ -5,15 +5,16 @@ A body is complete before the engine gets it (see `spool`). The answer goes back
 
 from __future__ import annotations
 
+import asyncio
 from typing import ClassVar
 
 from tornado.iostream import StreamClosedError
 
 from .admission import Trace
 from .base import NNsightHandler
-from .errors import NNsightServeError, TooLarge, TraceTimeout, body_of, message_of
+from .errors import NNsightServeError, Stalled, TooLarge, TraceTimeout, body_of, message_of
 from .framed import CONTENT_TYPE, ERROR, FrameWatch, json_frame
-from .spool import Spool
+from .spool import BodyGone, Spool
 from .upstream import EngineLost, Exchange, ResponseHead
 
 # Headers of the engine's answer that go on to the caller.
@@ -40,6 +41,7 @@ class StreamingHandler(NNsightHandler):
     _head: ResponseHead | None = None
     _watch: FrameWatch | None = None
     _bytes_out = 0
+    _stall: asyncio.TimerHandle | None = None
 
     def target(self) -> tuple[str, str, dict[str, str]]:
         """Method, path and headers of the engine's request."""
@@ -64,12 +66,27 @@ class StreamingHandler(NNsightHandler):
             raise
         if self.takes_body:
             self.body = Spool(self.engine_settings.spool_dir)
+            self._await_more()
+
+    def _await_more(self) -> None:
+        """Wait for the next piece of the body, and not for ever."""
+        if self._stall is not None:
+            self._stall.cancel()
+        loop = asyncio.get_running_loop()
+        self._stall = loop.call_later(self.engine_settings.stall_timeout, self._stalled)
+
+    def _stalled(self) -> None:
+        # Kept, because the loop holds tasks weakly.
+        self._telling = asyncio.ensure_future(
+            self.give_up(Stalled(self.engine_settings.stall_timeout))
+        )
 
     async def data_received(self, chunk: bytes) -> None:
         """Keep a piece of the body."""
         if self._refused or self.body is None:
             await super().data_received(chunk)
             return
+        self._await_more()
         try:
             await self.body.write(chunk)
             size, limit = self.body.size, self.engine_settings.max_request_bytes
@@ -82,6 +99,7 @@ class StreamingHandler(NNsightHandler):
 
     async def relay(self) -> None:
         """The body is complete: give it to the engine, wait for the answer and pass it on."""
+        self.complete()
         if self._refused:
             self._after_refusal()
             return
@@ -91,13 +109,25 @@ class StreamingHandler(NNsightHandler):
             await self._answer(head)
         except TimeoutError:
             await self.give_up(TraceTimeout(self.engine_settings.trace_timeout))
-        except EngineLost:
+        except (EngineLost, BodyGone, StreamClosedError):
             if self._gone:
                 self._end_gone()
             else:
                 await self.give_up(await self.supervisor.lost())
         except NNsightServeError as error:
             await self.give_up(error)
+        except Exception:
+            # Nobody expected it: it is logged and answered as such, and holds no place.
+            if self.exchange is not None:
+                self.exchange.abort()
+            self.over("lost")
+            raise
+
+    def complete(self) -> None:
+        """The body is complete."""
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     async def _ask(self) -> ResponseHead:
         """Send the request to the engine, and wait until its answer begins."""
@@ -148,7 +178,13 @@ class StreamingHandler(NNsightHandler):
             self.trace.bytes_out = self._bytes_out
         self.write(chunk)
         try:
-            await self.flush()
+            async with asyncio.timeout(self.engine_settings.stall_timeout):
+                await self.flush()
+        except TimeoutError:
+            # A reader that reads no more holds a place on the engine.
+            self._gone = True
+            self._connection.close()
+            raise StreamClosedError from None
         except StreamClosedError:
             self._gone = True
             raise
@@ -157,6 +193,7 @@ class StreamingHandler(NNsightHandler):
 
     def over(self, outcome: str, told: dict[str, str] | None = None) -> None:
         """Forget the body, and report the end. Safe to call again."""
+        self.complete()
         if self.body is not None:
             self.body.close()
         self.ended(outcome, told or {})

@@ -59,6 +59,7 @@ class EngineSettings:
     max_user_waiting: int = 256
     max_trace_tokens: int = 0
     spool_dir: str = ""
+    stall_timeout: float = 60.0
     engine_command: list[str] = field(default_factory=lambda: list(DEFAULT_COMMAND))
     engine_command_prefix: list[str] = field(default_factory=list)
     engine_environment: dict[str, str] = field(default_factory=dict)
@@ -108,6 +109,7 @@ class EngineSettings:
             "max_request_bytes": "bytes",
             "max_response_bytes": "bytes",
             "trace_timeout": "seconds",
+            "stall_timeout": "seconds",
             "max_traces": "traces",
             "max_user_traces": "traces",
             "max_user_waiting": "traces",

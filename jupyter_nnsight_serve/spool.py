@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
-from typing import IO
+from collections.abc import AsyncIterator, Callable
+from typing import IO, Any, TypeVar
 
 from .errors import NoRoom
+
+_T = TypeVar("_T")
 
 MEMORY_BYTES = 256 * 1024
 """The largest body that is kept in memory."""
 
 PIECE_BYTES = 2**20
 """Bytes written to the file, and read from it, at a time."""
+
+
+class BodyGone(Exception):
+    """The body was forgotten while it was read: its sender is gone."""
 
 
 class Spool:
@@ -34,6 +40,9 @@ class Spool:
         self._directory = directory
         self._memory = bytearray()
         self._file: IO[bytes] | None = None
+        self._closed = False
+        # Calls on the file that threads are at.
+        self._calls = 0
         self.size = 0
 
     async def write(self, chunk: bytes) -> None:
@@ -49,24 +58,41 @@ class Spool:
             if self._file is None:
                 directory = self._directory or None
                 self._file = tempfile.TemporaryFile(dir=directory, buffering=0)
-            await asyncio.to_thread(_write_all, self._file, piece)
+            await self._call(_write_all, self._file, piece)
         except OSError as error:
             raise NoRoom(error) from None
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, piece by piece."""
+        """The body, piece by piece; raises `BodyGone` once it is closed."""
         if self._file is not None:
             file = self._file
-            await asyncio.to_thread(file.seek, 0)
-            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+            await self._call(file.seek, 0)
+            while piece := await self._call(file.read, PIECE_BYTES):
                 yield piece
+        if self._closed:
+            raise BodyGone
         if self._memory:
             yield bytes(self._memory)
 
+    async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function of the file on a thread; the file stays open until it is through."""
+        if self._closed:
+            raise BodyGone
+        self._calls += 1
+        call = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+        call.add_done_callback(self._called)
+        return await call
+
+    def _called(self, call: asyncio.Future[Any]) -> None:
+        self._calls -= 1
+        if self._closed:
+            self.close()
+
     def close(self) -> None:
         """Forget the body."""
+        self._closed = True
         self._memory = bytearray()
-        if self._file is not None:
+        if self._file is not None and not self._calls:
             self._file.close()
             self._file = None
 

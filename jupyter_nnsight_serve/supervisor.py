@@ -114,6 +114,10 @@ class EngineSupervisor:
         # Whether an engine with these settings has been ready, and what this one says it failed of.
         self._proven = False
         self._told: str | None = None
+        # Why none may be started; and whether the server ends.
+        self._problem: str | None = None
+        self._closed = False
+        self._order: object = None
         self._status = Status("stopped", time.time(), reason="it has not been started")
         ENGINE_STATE.state(self._status.state)
 
@@ -129,7 +133,12 @@ class EngineSupervisor:
 
     def start(self) -> None:
         """Start the engine, and return at once. A second call while it runs is a no-op."""
-        if self._stopping is not None or self.status.state in ("starting", "ready"):
+        if self._closed or self._stopping is not None:
+            return
+        if self.status.state in ("starting", "ready"):
+            return
+        if self._problem is not None:
+            self.fail(self._problem)
             return
         self._restarts.clear()
         self._begin_start(None)
@@ -139,7 +148,12 @@ class EngineSupervisor:
         self._restart = None
         self._told = None
         self._set(Status("starting", time.time(), reason, stage="starting the process"))
-        self._starting = asyncio.ensure_future(self._start())
+        self._starting = asyncio.ensure_future(self._start_or_fail())
+
+    def refuse(self, problem: str) -> None:
+        """Start no engine, for this reason."""
+        self._problem = problem
+        self.fail(problem)
 
     def fail(self, reason: str) -> None:
         """Record why no engine can be started."""
@@ -201,12 +215,18 @@ class EngineSupervisor:
     async def command(self, order: str) -> None:
         """Do what an admin orders: "start", "stop" or "restart". Returns once it is under way.
 
-        A stop that is under way is waited for before a start.
+        A stop that is under way is waited for before a start. Of several orders the last counts.
         """
+        mine = self._order = object()
         if order != "start" or self._stopping is not None:
             await self.stop()
-        if order != "stop":
+        if order != "stop" and self._order is mine:
             self.start()
+
+    async def close(self) -> None:
+        """Stop the engine for good; the server ends."""
+        self._closed = True
+        await self.stop()
 
     # Starting
 
@@ -241,6 +261,16 @@ class EngineSupervisor:
             return made
         os.rmdir(made)
         return tempfile.mkdtemp(prefix="nnsight-")
+
+    async def _start_or_fail(self) -> None:
+        try:
+            await self._start()
+        except Exception as error:
+            self._log.exception("Engine: could not be started")
+            what = error.strerror if isinstance(error, OSError) else None
+            self.fail(f"it could not be started: {what or f'{type(error).__name__}: {error}'}")
+            await self._end_process()
+            self._remove_socket_dir()
 
     async def _start(self) -> None:
         self._socket_dir = self._make_socket_dir()
@@ -303,8 +333,13 @@ class EngineSupervisor:
         try:
             if self._on_up is not None:
                 await self._on_up(upstream)
-        except Exception:
-            self._log.exception("Engine: what comes before the first trace failed")
+        except Exception as error:
+            if self._exited is not None and not await _wait(self._exited, LOST_SECONDS):
+                # It lives, and cannot be opened to traces without what comes before them.
+                self._log.error("Engine: the edits could not be installed again: %r", error)
+                self._told = "the edits could not be installed again"
+                await self._end_process()
+            return
         if self.status.state == "starting" and self._upstream is upstream:
             seconds = time.time() - self.status.since
             self._proven = True

@@ -48,7 +48,7 @@ class InstalledEdit:
     def clear(self) -> None:
         """Take it off the engine; twice is once."""
         if not self.cleared and self.link is not None:
-            clear(self.link, self.id, None if self.shared else self.owner)
+            clear(self.link, self.id, self.owner, self.shared)
             self.cleared = True
 
     async def aclear(self) -> None:
@@ -126,14 +126,17 @@ def install(
     return [str(warning) for warning in answer.get("warnings") or ()]
 
 
-def clear(link: Link, identity: str, owner: str | None = None) -> None:
+def clear(link: Link, identity: str, owner: str | None = None, shared: bool = False) -> None:
     """Take an edit off the engine; an unknown id changes nothing.
 
     Parameters
     ----------
     owner
         Whose edit an admin means.
+    shared
+        Whether the one that runs for everybody is meant.
     """
-    query = "" if owner is None else f"?{urlencode({'owner': owner}, quote_via=quote)}"
+    options = {"shared": "true"} if shared else {} if owner is None else {"owner": owner}
+    query = f"?{urlencode(options, quote_via=quote)}" if options else ""
     path = f"/nnsight/register/{quote(identity, safe='')}{query}"
     link.ask_json("DELETE", path, timeout=link.timeout)

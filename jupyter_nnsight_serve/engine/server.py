@@ -182,6 +182,9 @@ class GenerateHandler(Handler):
         await self.finish()
 
     def on_connection_close(self) -> None:
+        # Tornado's ends the wait for the rest of a body.
+        super().on_connection_close()
+        self.chunks.clear()
         if self.task is not None:
             self.task.cancel()
 
@@ -199,17 +202,7 @@ class EditHandler(Handler):
 
     async def put(self, edit_id: str) -> None:
         name = self.get_query_argument("name", None)
-        try:
-            warnings = await self.engine.register(edit_id, self.body(), self.compressed, name)
-        except EngineError:
-            raise
-        except Exception as error:
-            raise web.HTTPError(
-                400,
-                f"The edit could not be installed: {type(error).__name__}: {error}".replace(
-                    "%", "%%"
-                ),
-            ) from error
+        warnings = await self.engine.register(edit_id, self.body(), self.compressed, name)
         known_as = self.get_query_argument("id", edit_id)
         self.finish({"status": "ok", "id": known_as, "name": name, "warnings": warnings})
 
@@ -219,10 +212,11 @@ class EditHandler(Handler):
 
 
 class EditsHandler(Handler):
-    """The installed edits."""
+    """What is known of installed edits."""
 
     async def get(self) -> None:
-        self.finish({"edits": await self.engine.edits()})
+        keys = self.get_query_argument("keys", "").split(",")
+        self.finish({"edits": await self.engine.edits(keys)})
 
 
 class StatusHandler(Handler):

@@ -22,6 +22,9 @@ from .sources import capture_exception
 THREAD_BYTES = 2**20
 """Results of more bytes than this are encoded on a thread, so that the loop keeps running."""
 
+SOURCE_CHARACTERS = 20_000
+"""Of an edit's source as a listing shows it."""
+
 STATUS_SECONDS = 2.0
 """Seconds a status answer waits for the workers before it goes out without their count."""
 
@@ -141,7 +144,13 @@ class Engine:
             What the person who installs it should know.
         """
         body = self.builder.decompressed(body, compressed)
-        source = self.builder.edit(body)
+        try:
+            source = self.builder.edit(body)
+        except EngineError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise BadBodyError(f"The edit could not be installed: {said}") from error
         for refused in await self._workers("serve_register", edit_id, body, name):
             if refused is not None:
                 await self.clear(edit_id)
@@ -159,12 +168,13 @@ class Engine:
         self.sources.pop(edit_id, None)
         await self._workers("nnsight_clear_registered", edit_id)
 
-    async def edits(self) -> dict[str, dict[str, Any]]:
-        """Source, and requests run so far, of every installed edit by its key."""
+    async def edits(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Source, and requests run so far, of the installed edits with these keys."""
         runs: dict[str, int] = (await self._workers("serve_edit_runs"))[0]
         return {
-            key: {"source": source, "runs": runs.get(key, 0)}
-            for key, source in self.sources.items()
+            key: {"source": self.sources[key][:SOURCE_CHARACTERS], "runs": runs.get(key, 0)}
+            for key in keys
+            if key in self.sources
         }
 
     async def status(self) -> dict[str, Any]:

@@ -427,7 +427,7 @@ def test_edits_of_others_are_listed_and_cleared(server: FakeServer, hub: Any) ->
     edits.clear_all()
     assert [s.path for s in server.seen if s.method == "DELETE"] == [
         f"{server.base}/nnsight/register/a?owner=me",
-        f"{server.base}/nnsight/register/b",
+        f"{server.base}/nnsight/register/b?shared=true",
     ]
 
 

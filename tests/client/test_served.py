@@ -304,7 +304,7 @@ import torch
 from jupyter_nnsight_serve import connect
 assert not torch.cuda.is_available()
 model = connect({url!r}, {token!r}).model
-with model.trace("The Eiffel Tower is located in the city of", max_tokens=1) as tracer:
+with model.trace("The Eiffel Tower is located in the city of", max_tokens=1, temperature=0) as tracer:
     result = tracer.result.save()
 print(model.tokenizer.decode(result.outputs[0].token_ids))
 """

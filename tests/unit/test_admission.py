@@ -117,6 +117,34 @@ async def test_trace_that_leaves_the_queue_leaves_no_hole() -> None:
     assert vars(room.admission)["_not_running"] == {}
 
 
+async def test_trace_that_ended_before_it_was_queued_takes_no_place() -> None:
+    room = Room(traces=1)
+    trace = room.admission.begin(Caller("a", admin=False))
+    room.admission.end(trace, "disconnected", {})
+    assert await room.admission.queue(trace) is False
+    assert (room.admission.running, room.admission.waiting) == (0, 0)
+
+
+async def test_edits_on_their_way_count_as_waiting() -> None:
+    room = Room(user_waiting=2)
+    caller = Caller("a", admin=False)
+    release = room.admission.reserve(caller)
+    room.admission.begin(caller)
+    with pytest.raises(TooManyTraces):
+        room.admission.reserve(caller)
+    release()
+    release()
+    room.admission.reserve(caller)()
+    assert vars(room.admission)["_not_running"] == {"a": 1}
+
+
+async def test_who_holds_a_full_share_is_in_nobodys_way() -> None:
+    room = Room(traces=3, user_traces=1)
+    room.come("a1", "a2", "b1", "b2", "c1", "c2")
+    assert room.order == ["a1", "b1", "c1"]
+    assert room.places() == {"a2": 1, "b2": 1, "c2": 1}
+
+
 async def test_engine_that_goes_away_is_told_to_all_that_wait() -> None:
     room = Room(traces=1)
     room.come("a1", "a2", "b1")
@@ -194,7 +222,12 @@ class TestOverHTTP:
 
     @pytest.fixture
     def serve_settings(self) -> dict[str, Any]:
-        return {"max_traces": 1, "max_user_waiting": 3, "restart_backoff": 0.1}
+        return {
+            "max_traces": 1,
+            "max_user_waiting": 3,
+            "restart_backoff": 0.1,
+            "stall_timeout": 3.0,
+        }
 
     @pytest.fixture
     def jp_server_config(self, jp_server_config: dict[str, Any]) -> dict[str, Any]:
@@ -320,6 +353,35 @@ class TestOverHTTP:
         await first
         await asyncio.sleep(0.1)
         assert len(record("headers")) == 1
+
+    async def test_sender_that_stops_is_told_and_let_go_of(
+        self, ready: NNsightServe, raw: RawClient, jp_base_url: str
+    ) -> None:
+        async with raw:
+            raw.head(
+                "POST", jp_base_url + "nnsight/generate", ndif_api_key="nobody", Content_Length=4
+            )
+            raw.writer.write(b"bo")
+            status, _, body = await raw.answer(8)
+        assert status == 408
+        assert b"stall_timeout" in body
+        assert ready.admission.ids() == []
+
+    async def test_reader_that_stops_is_let_go_of(
+        self, ready: NNsightServe, ask: Ask, raw: RawClient, jp_base_url: str
+    ) -> None:
+        order = b'{"mib": 60}'
+        async with raw:
+            raw.head(
+                "POST",
+                jp_base_url + "nnsight/generate",
+                ndif_api_key="nobody",
+                Content_Length=len(order),
+            )
+            raw.writer.write(order)
+            await wait_for(lambda: ready.admission.running == 1)
+            other = await ask("/nnsight/generate", "POST", body=b"x", key="ann")
+            assert other.body == b"got 1 bytes"
 
     async def test_slow_sender_holds_no_place(
         self, ready: NNsightServe, ask: Ask, raw: RawClient, jp_base_url: str

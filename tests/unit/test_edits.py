@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import shutil
 import stat
@@ -16,7 +18,8 @@ from jupyter_nnsight_serve.edits import Edit, EditBook, check_id
 from jupyter_nnsight_serve.errors import BadRequest, NoRoom
 from jupyter_nnsight_serve.extension import NNsightServe
 from jupyter_nnsight_serve.identity import Caller
-from jupyter_nnsight_serve.spool import Spool
+from jupyter_nnsight_serve.spool import BodyGone, Spool
+from jupyter_nnsight_serve.upstream import EngineLost
 
 from .conftest import Ask, said, wait_for, wait_state
 
@@ -46,7 +49,7 @@ async def test_edit_is_installed_listed_and_cleared(
         "name": "no fear",
         "warnings": [],
     }
-    key = Edit("id-1", None, "owner").key
+    key = record("edit")[0]["key"]
     assert record("edit") == [
         {
             "event": "edit",
@@ -141,7 +144,8 @@ async def test_edits_are_installed_again_before_the_next_engine_is_ready(
     assert [(e["id"], e["name"], e["size"]) for e in record("edit")[3:]] == [("x0", "n0", 7)]
     assert [edit["id"] for edit in (await listed(ask))["edits"]] == ["x0"]
     await ask("/nnsight/generate", "POST", body=b"x")
-    assert record("trace")[-1]["edits"] == Edit("x0", None, "owner").key
+    (edit,) = ready.edits.visible_to(ROOT)
+    assert record("trace")[-1]["edits"] == edit.key
 
 
 async def test_edit_that_the_next_engine_refuses_is_told_of(
@@ -201,7 +205,7 @@ class TestSeveralUsers:
 
         for user in ("ann", "bob"):
             await as_(user, "/nnsight/register/same-id?name=probe", "POST", b"block")
-        ann, bob = (Edit("same-id", None, user).key for user in ("ann", "bob"))
+        ann, bob = (edit["key"] for edit in record("edit"))
         assert await run("ann") == [ann]
         assert await run("bob") == [bob]
         assert await run("carl") == []
@@ -213,17 +217,20 @@ class TestSeveralUsers:
         assert "Only an admin" in said(refused)
         shared = await as_("root", "/nnsight/register/s?shared=true&name=probe", "POST", b"block")
         assert shared.code == 200
-        key = Edit("s", None, "root", shared=True).key
+        key = record("edit")[-1]["key"]
         # The own edit of the same name comes before the shared one.
         assert await run("ann") == [ann]
         assert await run("carl") == [key]
         assert await names("carl") == [("root", "probe")]
 
         unknown = await as_("carl", "/nnsight/register/same-id", "DELETE")
-        of_others = await as_("carl", "/nnsight/register/s", "DELETE")
         named = await as_("carl", "/nnsight/register/same-id?owner=ann", "DELETE")
-        for answer in (unknown, of_others, named):
+        for answer in (unknown, named):
             assert json.loads(answer.body)["cleared"] is False
+        for path in ("/nnsight/register/s", "/nnsight/register/s?shared=true"):
+            everybodys = await as_("carl", path, "DELETE")
+            assert everybodys.code == 403
+            assert "only an admin may clear it" in said(everybodys)
         assert (await as_("root", "/nnsight/register/same-id?owner=ann", "DELETE")).code == 200
         assert await run("ann") == [key]
         assert await run("bob") == [bob]
@@ -263,8 +270,9 @@ async def test_edit_goes_when_its_lifetime_is_over(tmp_path: Path) -> None:
     clock.now += 40
     assert [edit.id for edit in book.visible_to(ANN)] == ["everybodys", "young"]
     assert old.key not in book.keys_for(ANN) and young.key in book.keys_for(ANN)
-    assert book.take_stale() == {old.key}
-    assert book.take_stale() == set()
+    assert book.stale() == [old.key]
+    book.forgotten(old.key)
+    assert book.stale() == []
     (told,) = book.removed_from(ANN)
     assert (told["id"], told["age"]) == ("old", 100)
     assert told["reason"] == "its lifetime of 100 s (edit_lifetime) was over"
@@ -283,6 +291,106 @@ async def test_one_edit_too_many_takes_the_oldest(tmp_path: Path) -> None:
     assert [edit.id for edit in book.visible_to(BOB)] == ["1"]
     (told,) = book.removed_from(ANN)
     assert told["id"] == "2" and "max_edits" in told["reason"]
+
+
+async def test_no_edit_is_kept_where_none_is_allowed(tmp_path: Path) -> None:
+    book = EditBook(str(tmp_path), max_edits=0)
+    edit = await install(book, "1", ANN)
+    assert book.visible_to(ANN) == [] and book.stale() == [edit.key]
+
+
+async def test_installing_again_is_another_edit_to_the_engine(tmp_path: Path) -> None:
+    book = EditBook(str(tmp_path))
+    first, second = await install(book, "1", ANN), await install(book, "1", ANN)
+    assert first.key != second.key
+    assert book.keys_for(ANN) == [second.key] and book.stale() == [first.key]
+    assert len(list(tmp_path.glob("*/*"))) == 1
+
+
+async def test_an_admin_clears_the_shared_one_of_two_with_one_id(tmp_path: Path) -> None:
+    book = EditBook(str(tmp_path))
+    own = await install(book, "1", ROOT)
+    shared = await install(book, "1", ROOT, shared=True)
+    assert book.find("1", ROOT) is own
+    assert book.find("1", ROOT, shared=True) is shared
+    assert book.find("1", ROOT, "root", shared=True) is shared
+
+
+class Engine:
+    """An engine's HTTP as `reinstall` uses it, whose answers a test gives."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.installed: list[str] = []
+
+    async def open(self, method: str, target: str, headers: Any, length: int) -> Engine:
+        self.target = target
+        return self
+
+    async def write(self, chunk: bytes) -> None:
+        """Take a piece of the body."""
+
+    def end(self) -> None:
+        """The body is complete."""
+
+    def abort(self) -> None:
+        """The exchange is over."""
+
+    async def json(self, timeout: float) -> tuple[int, dict[str, Any]]:
+        answer = self.answers.pop(0) if self.answers else 200
+        if callable(answer):
+            answer = answer() or 200
+        if isinstance(answer, Exception):
+            raise answer
+        self.installed.append(self.target.rsplit("=", 1)[1])
+        return answer, {"message": "no"}
+
+
+async def ids_after(book: EditBook, engine: Any) -> list[str]:
+    with contextlib.suppress(EngineLost, TimeoutError):
+        await book.reinstall(engine, 1)
+    return [edit.id for edit in book.visible_to(ROOT)]
+
+
+@pytest.mark.parametrize("fault", [503, 500, EngineLost(), TimeoutError()])
+async def test_edits_outlive_an_engine_that_ends_while_it_gets_them(
+    tmp_path: Path, fault: Any
+) -> None:
+    book = EditBook(str(tmp_path))
+    for edit_id in ("1", "2", "3"):
+        await install(book, edit_id, ANN)
+    with pytest.raises((EngineLost, TimeoutError)):
+        await book.reinstall(Engine(200, fault), 1)  # type: ignore[arg-type]
+    assert await ids_after(book, Engine()) == ["1", "2", "3"]
+    # One at which engines end is not tried for ever.
+    assert await ids_after(book, Engine(200, fault)) == ["1", "2", "3"]
+    assert await ids_after(book, Engine(200, fault)) == ["1", "3"]
+    assert "ended twice" in book.removed_from(ANN)[0]["reason"]
+
+
+async def test_clearing_while_edits_are_installed_again_keeps_the_others(tmp_path: Path) -> None:
+    book = EditBook(str(tmp_path))
+    one, two, three = [await install(book, edit_id, ANN) for edit_id in ("1", "2", "3")]
+
+    def clear_two() -> None:
+        book.clear(one)
+        book.clear(two)
+
+    engine = Engine(clear_two)
+    assert await ids_after(book, engine) == ["3"]
+    assert engine.installed == ["1", "3"]
+    assert set(book.stale()) == {one.key, two.key}
+
+
+async def test_body_that_goes_while_it_is_kept_leaves_no_file(tmp_path: Path) -> None:
+    book = EditBook(str(tmp_path))
+    body = await spooled(b"x" * 5_000_000)
+    keeping = asyncio.ensure_future(book.draft(Edit("1", None, "ann"), body))
+    await asyncio.sleep(0.001)
+    body.close()
+    with pytest.raises(BodyGone):
+        await keeping
+    assert list(tmp_path.glob("*/*")) == []
 
 
 async def test_closing_leaves_no_file(tmp_path: Path) -> None:

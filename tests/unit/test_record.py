@@ -91,6 +91,18 @@ async def test_events_tell_who_did_what_and_validate(
     assert "exit code 3" in of(events, "engine_state_changed")[2]["reason"]
 
 
+async def test_handler_of_events_that_fails_loses_no_trace(
+    jp_serverapp: ServerApp, ready: NNsightServe, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**event: Any) -> None:
+        raise RuntimeError("no disk")
+
+    monkeypatch.setattr(jp_serverapp.event_logger, "emit", fail)
+    for _ in range(2):
+        assert (await ask("/nnsight/generate", "POST", body=b"x", key="ann")).code == 200
+    assert ready.admission.running == 0
+
+
 async def test_usage_is_each_users_and_for_admins(ready: NNsightServe, ask: Ask) -> None:
     for user, body in (("ann", b'{"seconds": 0.2}'), ("ann", b'{"raise": true}'), ("bob", b"x")):
         await ask("/nnsight/generate", "POST", body=body, key=user)

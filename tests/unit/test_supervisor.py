@@ -265,6 +265,75 @@ async def test_engine_that_cannot_be_loaded_again_is_tried_again(
     assert len(record("started")) >= 3
 
 
+async def test_engine_is_not_ready_when_what_comes_first_fails(
+    tmp_path: Path, record: Record
+) -> None:
+    attempts: list[int] = []
+
+    async def fails_once(upstream: Upstream) -> None:
+        attempts.append(1)
+        if len(attempts) == 2:
+            raise TimeoutError
+
+    async with supervised(tmp_path, backoff=0.05, on_up=fails_once) as supervisor:
+        await until(supervisor, "ready")
+        os.kill(supervisor.pid or 0, signal.SIGKILL)
+        await until_not(supervisor, "ready")
+        await until(supervisor, "ready", 20)
+    assert len(record("started")) == len(attempts) == 3
+
+
+async def test_what_keeps_an_engine_from_being_started_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervised(tmp_path) as supervisor:
+        await until(supervisor, "ready")
+        await supervisor.stop()
+
+        def full(*args: Any, **options: Any) -> str:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module.tempfile, "mkdtemp", full)
+            await supervisor.command("start")
+            await until(supervisor, "failed")
+            reason = "it could not be started: No space left on device"
+            assert supervisor.status.reason == reason
+        await supervisor.command("start")
+        await until(supervisor, "ready")
+
+
+async def test_wrong_settings_are_not_started_by_an_order(tmp_path: Path, record: Record) -> None:
+    settings = EngineSettings(model="", engine_command=fake_command())
+    supervisor = EngineSupervisor(settings, str(tmp_path), LOG)
+    supervisor.refuse("c.NNsightServe.model is not set.")
+    await supervisor.command("restart")
+    assert (supervisor.status.state, supervisor.pid) == ("failed", None)
+    assert supervisor.status.reason == "c.NNsightServe.model is not set."
+
+
+async def test_no_order_starts_an_engine_once_the_server_ends(
+    tmp_path: Path, record: Record
+) -> None:
+    async with supervised(tmp_path) as supervisor:
+        await until(supervisor, "ready")
+        ordered = asyncio.ensure_future(supervisor.command("restart"))
+        await asyncio.sleep(0)
+        await supervisor.close()
+        await ordered
+        supervisor.start()
+        assert supervisor.status.state == "stopped"
+    assert len(record("started")) == 1
+
+
+async def test_of_two_orders_the_last_counts(tmp_path: Path, record: Record) -> None:
+    async with supervised(tmp_path) as supervisor:
+        await until(supervisor, "ready")
+        await asyncio.gather(supervisor.command("restart"), supervisor.command("stop"))
+        assert supervisor.status.state == "stopped"
+    assert len(record("started")) == 1
+
+
 async def test_stop_between_two_engines_starts_no_further(tmp_path: Path, record: Record) -> None:
     async with supervised(tmp_path, backoff=0.3) as supervisor:
         await until(supervisor, "ready")
