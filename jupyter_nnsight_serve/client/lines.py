@@ -18,6 +18,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from ..parsing import again
+
 _LINE = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<name>.+))?$', re.M)
 _MOST = 20
 
@@ -37,7 +39,7 @@ def _entry(file: str, line: int, name: str) -> types.TracebackType | None:
     if not 0 < line < 10**6:
         return None
     text = linecache.getline(file, line).rstrip()
-    tree = ast.parse("raise LookupError")
+    tree = again(lambda: ast.parse("raise LookupError"))
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt | ast.expr):
             # The whole line, so that nothing in it is pointed at.

@@ -14,6 +14,7 @@ from nnsight.modeling.vllm.registration import RegisteringTracer, ServeRegistrat
 from nnsight.modeling.vllm.tracer import VLLMTracer
 from nnsight.tracing.tracer import skip_context, skippable
 
+from ..parsing import again
 from . import edits, lines, magics
 from .body import edit_body
 from .errors import ServedTraceError
@@ -29,7 +30,15 @@ def _raise(error: BaseException, frame: FrameType | None) -> NoReturn:
     raise error.with_traceback(None)
 
 
-class ServedTracer(VLLMTracer):  # type: ignore[misc]
+class Parsing:
+    """Finds the block of a tracer, also while another thread parses."""
+
+    def parse(self, *arguments: Any) -> Any:
+        """See nnsight's ``Tracer.parse``."""
+        return again(lambda: super(Parsing, self).parse(*arguments))  # type: ignore[misc]
+
+
+class ServedTracer(Parsing, VLLMTracer):  # type: ignore[misc]
     """A trace on a served model; travels as nnsight's own class."""
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -105,7 +114,7 @@ class ServedRegistration(ServeRegistration):  # type: ignore[misc]
         await asyncio.to_thread(edits.clear, self.link, self.id)
 
 
-class ServedEdit(RegisteringTracer):  # type: ignore[misc]
+class ServedEdit(Parsing, RegisteringTracer):  # type: ignore[misc]
     """A block that stays on the engine: ``with model.edit() as (tracer, edit):``."""
 
     def __init__(self, model: Any, link: Link, name: str | None, shared: bool) -> None:

@@ -26,6 +26,7 @@ from nnsight.tracing.tracer import dec, inc
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from ..parsing import again
 from . import blocks, sources
 from .adapters import lora_request
 from .advice import names_of_siblings, unnamed_saves
@@ -259,7 +260,7 @@ class Builder:
         scoped = Scope(key, filename).keep(filename, source)
         frame.f_code.co_filename = scoped
         frame.f_globals, frame.f_locals = glbls, variables
-        tracer.node = ast.parse(source)
+        tracer.node = again(lambda: ast.parse(source))
         tracer.info.code = compile(source, scoped, "exec").replace(co_name=name)
         if tracer.envoy is not self.model:
             self._check_tree(tracer.envoy)

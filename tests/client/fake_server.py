@@ -8,6 +8,7 @@ import io
 import json
 import math
 import pickle
+import sys
 import threading
 import time
 import zipfile
@@ -216,6 +217,14 @@ class Seen:
     body: bytes
 
 
+class _QuietServer(ThreadingHTTPServer):
+    """One that does not print what a client that leaves does to it."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @dataclass
 class FakeServer:
     """The server; its attributes are what a test changes.
@@ -242,7 +251,7 @@ class FakeServer:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def start(self) -> FakeServer:
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.http = _QuietServer(("127.0.0.1", 0), _handler(self))
         self.http.daemon_threads = True
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
         return self

@@ -242,6 +242,25 @@ def test_settings_of_a_newer_vllm_pass_unless_the_server_lists_its_own(
             x = other.logits.save()
 
 
+def test_a_parser_that_fails_for_no_reason_is_asked_again(
+    server: FakeServer, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ast
+
+    answering(server, {"x": 1})
+    parse, failures = ast.parse, iter(range(2))
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if next(failures, None) is not None:
+            raise SystemError("AST constructor recursion depth mismatch (before=129, after=29)")
+        return parse(*arguments, **options)
+
+    monkeypatch.setattr(ast, "parse", failing)
+    with model.trace("a"):
+        x = model.logits.save()
+    assert x == 1 and next(failures, None) is None
+
+
 def test_nothing_ever_starts_a_local_engine(server: FakeServer, model: Any) -> None:
     outcome = Rec("RequestOutput", {"prompt": "a", "outputs": [], "saves": {"n": 3}})
     answering(server, {"outputs": outcome})
