@@ -127,7 +127,7 @@ def test_server_never_imports_torch_vllm_or_nnsight(tmp_path: Path) -> None:
         assert server.ask("/metrics")[0] == 200
         modules = json.loads(server.ask("/api/probe")[1])
     assert "jupyter_nnsight_serve.relay" in modules
-    heavy = {"torch", "vllm", "nnsight", "transformers", "numpy", "ray"}
+    heavy = {"torch", "vllm", "nnsight", "transformers", "numpy", "ray", "uvloop", "nest_asyncio"}
     assert heavy.isdisjoint(name.split(".")[0] for name in modules)
 
 
