@@ -89,8 +89,8 @@ class NNsightServe(ExtensionApp):
 
     trace_timeout = Float(
         600.0,
-        help="""Seconds the engine has from the last byte of a trace or an edit to the first byte
-        of its answer.""",
+        help="""Seconds from when the engine has all of a trace or an edit until its result is
+        there; the wait for a turn does not count. Then it is stopped.""",
     ).tag(config=True)
 
     stall_timeout = Float(

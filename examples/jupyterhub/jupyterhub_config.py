@@ -1,7 +1,8 @@
 """What a Hub needs so that its users can trace: a service, who may use it, and how notebooks find it.
 
-Put this into your jupyterhub_config.py; users, authenticator and spawner stay yours. The service's
-side is in nnsight.env, nnsight_config.py and nnsight.service beside this file.
+Merge this into your jupyterhub_config.py: where yours sets one of these already, add the entries to
+it, because an assignment replaces what was set above. The service's side is in nnsight.env,
+nnsight_config.py and nnsight.service beside this file.
 """
 
 import os
@@ -19,8 +20,12 @@ c.JupyterHub.services = [
         # The JUPYTERHUB_API_TOKEN of nnsight.env; `openssl rand -hex 32` makes one.
         "api_token": os.environ["NNSIGHT_SERVICE_TOKEN"],
         # An external service: systemd starts it, and a restart of the Hub does not unload the
-        # model. With "command" and "environment" the Hub starts it itself:
-        # "command": ["jupyterhub-singleuser", "--config=/etc/nnsight/nnsight_config.py"],
+        # model. With these the Hub starts it itself, and without "user" as its own account, which
+        # reads the Hub's database:
+        # "user": "nnsight",
+        # "command": [
+        #     "/opt/nnsight/bin/jupyterhub-singleuser", "--config=/etc/nnsight/nnsight_config.py"
+        # ],
         # "environment": {"JUPYTERHUB_SINGLEUSER_LOAD_OTHER_EXTENSIONS": "0"},
     }
 ]

@@ -5,7 +5,7 @@
     hub = connect()
     model = hub.model
     with model.trace("The Eiffel Tower is in", max_tokens=5) as tracer:
-        hidden = model.model.layers[16].output[0].clone().save()
+        hidden = sum(model.model.layers[16].output).save()
         result = tracer.result.save()
 
 `connect` finds a server and speaks HTTP only; nnsight and torch are imported with ``hub.model``.
