@@ -18,7 +18,9 @@ INSTALLED := $(VENV)/.installed
 
 SMOLLM2 := .models/smollm2-135m-instruct
 TINY := .models/tiny-llama
+# Inputs at each entry of the Jupyter server, and bodies at the real engine, which takes longer.
 FUZZ := 10000
+FUZZ_BODIES := $(FUZZ)
 PROXY := .proxy/configurable-http-proxy
 
 .PHONY: help bubblewrap install notebook models proxy demo serve test fuzz lint format clean distclean
@@ -85,8 +87,8 @@ test: install notebook models proxy bubblewrap ## Run all tests; ARGS="-k name" 
 fuzz: install models ## Try 10,000 arbitrary inputs at every entry; FUZZ=1000 for so many
 	@echo "fuzz: pytest tests/unit/test_fuzz.py --fuzz $(FUZZ)"
 	@$(RUN) -m pytest tests/unit/test_fuzz.py --fuzz $(FUZZ) --timeout 1200
-	@echo "fuzz: pytest tests/engine/test_any_input.py --fuzz $(FUZZ)"
-	@$(RUN) -m pytest tests/engine/test_any_input.py --fuzz $(FUZZ) --timeout 1200
+	@echo "fuzz: pytest tests/engine/test_any_input.py --fuzz $(FUZZ_BODIES)"
+	@$(RUN) -m pytest tests/engine/test_any_input.py --fuzz $(FUZZ_BODIES) --timeout 1200
 	@if $(RUN) -m pip install --quiet --disable-pip-version-check atheris; then \
 	  for target in scan frames names; do \
 	    echo "fuzz: tests/fuzz/coverage_guided.py $$target"; \
