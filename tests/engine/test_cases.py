@@ -395,8 +395,9 @@ def test_the_stock_client_in_the_cells_of_a_kernel(smollm2: Server, smollm2_path
         for name, cell in zip(cells, notebook.cells, strict=True)
     }
     del outputs["setup"]
-    for name in ("executed text", "a function of executed text"):
-        assert outputs.pop(name).startswith("WithBlockNotFoundError: "), name
+    # IPython keeps no source of a cell under %%time either; this package's own client lends it one.
+    for name in ("executed text", "a function of executed text", "timed"):
+        assert "WithBlockNotFoundError: " in outputs.pop(name), name
     for name, text in outputs.items():
         assert text.splitlines()[0] == " Paris", (name, text)
 
