@@ -32,11 +32,6 @@ ENGINE_ARGS: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 20
 START_SECONDS = 240
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many inputs the tests of arbitrary input try."""
-    parser.addoption("--fuzz", type=int, default=200, help="inputs at each entry")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Let torch, transformers and vLLM warn here, where they are imported into the test process."""
     config.addinivalue_line("filterwarnings", "default")

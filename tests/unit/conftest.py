@@ -18,11 +18,6 @@ from jupyter_nnsight_serve.extension import NNsightServe
 from .jupyter_process import fake_command
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many inputs the tests of arbitrary input try."""
-    parser.addoption("--fuzz", type=int, default=200, help="inputs at each entry (test_fuzz.py)")
-
-
 @pytest.fixture
 def record_file(tmp_path: Path) -> Path:
     """Where the fake engine writes what it saw."""
