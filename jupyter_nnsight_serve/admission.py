@@ -148,13 +148,20 @@ class Admission:
         TooManyTraces
             The caller has as many that do not run yet as the limit allows.
         """
-        if self._not_running[caller.name] >= self._limits.user_waiting:
+        try:
+            self._count_in(caller)
+        except TooManyTraces:
             metrics.TRACES.labels(outcome="refused").inc()
-            raise TooManyTraces(self._limits.user_waiting)
+            raise
         trace = Trace(owner=caller.name)
         self._traces[trace.id] = trace
-        self._not_running[trace.owner] += 1
         return trace
+
+    def _count_in(self, caller: Caller) -> None:
+        """Count one more that does not run yet, or raise `TooManyTraces`."""
+        if self._not_running[caller.name] >= self._limits.user_waiting:
+            raise TooManyTraces(self._limits.user_waiting)
+        self._not_running[caller.name] += 1
 
     def reserve(self, caller: Caller) -> Callable[[], None]:
         """Count an edit that is received and installed among what of `caller` does not run.
@@ -168,9 +175,7 @@ class Admission:
         TooManyTraces
             The caller has as many as the limit allows.
         """
-        if self._not_running[caller.name] >= self._limits.user_waiting:
-            raise TooManyTraces(self._limits.user_waiting)
-        self._not_running[caller.name] += 1
+        self._count_in(caller)
         held = [caller.name]
 
         def release() -> None:

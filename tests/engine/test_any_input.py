@@ -18,6 +18,7 @@ import requests
 import schemathesis
 import torch
 import zstandard
+from arbitrary import many
 from conftest import ROOT, Server, running, stock_client
 from heard import Heard
 from hypothesis import HealthCheck, Phase, given, settings
@@ -133,16 +134,6 @@ class Post:
         self.connection.request("POST", self.base + path, body, headers)
         answer = self.connection.getresponse()
         return answer.status, answer.read()
-
-
-def many(pytestconfig: pytest.Config) -> Any:
-    return settings(
-        max_examples=pytestconfig.getoption("--fuzz"),
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def check(status: int, answer: bytes) -> None:

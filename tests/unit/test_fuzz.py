@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
 from urllib.parse import quote, quote_from_bytes
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from arbitrary import many
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .jupyter_process import TOKEN, JupyterProcess, errors_in, jupyter_process
@@ -85,17 +85,6 @@ def wire(server: JupyterProcess) -> Iterator[Wire]:
     found = Wire(server.port)
     yield found
     found.close()
-
-
-def many(pytestconfig: pytest.Config) -> Any:
-    """hypothesis's settings for as many inputs as were asked for."""
-    return settings(
-        max_examples=pytestconfig.getoption("--fuzz"),
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def request(
