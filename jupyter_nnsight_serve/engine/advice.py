@@ -51,6 +51,8 @@ def names_of_siblings(mediators: list[Any]) -> dict[str, str]:
     dict
         Name to the sentence that tells what to do.
     """
+    if len(mediators) < 2:
+        return {}
     bodies = [ast.Module(body=m.node.body, type_ignores=[]) for m in mediators if m.node]
     if len(bodies) != len(mediators):
         return {}

@@ -105,7 +105,7 @@ class Builder:
         self.name = os.path.basename(os.path.normpath(served)) if os.path.isabs(served) else served
         self.max_body_bytes = max_body_bytes
         self.envoys = envoys_by_id(model)
-        tag(model, self.envoys)
+        tag(self.envoys, self.envoys)
         self.persistent_objects = {**model._remoteable_persistent_objects(), **self.envoys}
 
     def trace(
@@ -263,22 +263,22 @@ class Builder:
         tracer.node = again(lambda: ast.parse(source))
         tracer.info.code = compile(source, scoped, "exec").replace(co_name=name)
         if tracer.envoy is not self.model:
-            self._check_tree(tracer.envoy)
-            tag(tracer.envoy, self.envoys)
+            self._adopt_tree(tracer.envoy)
         return tracer, filename
 
-    def _check_tree(self, envoy: Any) -> None:
-        """Refuse a trace whose client has another tree than this model's."""
-        root = envoy
+    def _adopt_tree(self, root: Any) -> None:
+        """Have a client's tree stand for this model's; refuse one that is another model's."""
         while (parent := root.parent) is not None:
             root = parent
-        path = difference(root, self.envoys)
+        envoys = envoys_by_id(root)
+        path = difference(envoys, self.envoys)
         if path is not None:
             written = next(iter(getattr(root, "args", ())), "another model")
             raise OtherModelError(
                 f"The server serves {self.name}, this trace was written for {written}: only one "
                 f"of them has `{path}`. Build the client's model from the served one's name."
             )
+        tag(envoys, self.envoys)
 
     def _unpickle(self, body: bytes, scope: Scope) -> Any:
         """Unpickle ``body``, telling bytes that are no pickle from what the caller can mend.

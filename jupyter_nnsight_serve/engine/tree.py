@@ -40,19 +40,23 @@ def envoys_by_id(root: Any) -> dict[str, Any]:
     return {f"Envoy:{envoy.path}": envoy for envoy in walk(root)}
 
 
-def tag(root: Any, known: dict[str, Any]) -> bool:
-    """Have the envoys under ``root`` pickled by id, if ``known`` holds the same tree.
+def tag(envoys: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Have the envoys of one tree pickled by id, if ``known`` holds the same tree.
 
     The tree is the same when every envoy has its twin at the same path: same class, same aliases,
     no edits of its own. Otherwise (a caller's own ``envoys=`` or ``rename=``) nothing is tagged and
     the tree travels whole, since the far side's envoys would not behave like it.
+
+    Parameters
+    ----------
+    envoys, known
+        Two trees, as `envoys_by_id` has them.
 
     Returns
     -------
     bool
         Whether the tree was tagged.
     """
-    envoys = envoys_by_id(root)
     for identity, envoy in envoys.items():
         twin: Any = known.get(identity)
         if type(twin) is not type(envoy) or twin._aliases != envoy._aliases or envoy._edits:
@@ -114,9 +118,9 @@ def tree_id(specification: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(shape(specification)).encode()).hexdigest()
 
 
-def difference(root: Any, known: dict[str, Any]) -> str | None:
-    """A path that is in one of the trees only, or None when they have the same paths."""
-    paths = {f"Envoy:{envoy.path}" for envoy in walk(root)}
-    for path in sorted(paths ^ known.keys(), key=lambda path: (len(path), path)):
-        return path.removeprefix("Envoy:")
-    return None
+def difference(envoys: dict[str, Any], known: dict[str, Any]) -> str | None:
+    """A path that is in one of two trees only, or None when they have the same paths."""
+    if envoys.keys() == known.keys():
+        return None
+    differing = sorted(envoys.keys() ^ known.keys(), key=lambda path: (len(path), path))
+    return differing[0].removeprefix("Envoy:")
