@@ -23,7 +23,7 @@ FUZZ := 10000
 FUZZ_BODIES := $(FUZZ)
 PROXY := .proxy/configurable-http-proxy
 
-.PHONY: help bubblewrap install notebook models proxy demo serve test fuzz lint format clean distclean
+.PHONY: help bench bubblewrap install notebook models proxy demo serve test fuzz lint format clean distclean
 
 help: ## List these commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -95,6 +95,9 @@ fuzz: install models ## Try 10,000 arbitrary inputs at every entry; FUZZ=1000 fo
 	    $(RUN) tests/fuzz/coverage_guided.py $$target -runs=$(FUZZ)0 -seed=1 -verbosity=0; \
 	  done; \
 	else echo "fuzz: atheris does not install here, so its three targets are left out"; fi
+
+bench: install $(TINY)/config.json ## Measure against vLLM alone and nnsight-serve, half an hour; ARGS="--work logits"
+	@$(RUN) -m benchmarks $(ARGS)
 
 lint: install ## Run ruff, ruff format --check and mypy --strict
 	@echo "lint: ruff check"

@@ -61,7 +61,7 @@ def all_layers(model: Any) -> None:
     with model.trace(max_tokens=1, temperature=0.0) as tracer:
         for prompt in prompts():
             with tracer.invoke(prompt):
-                saved = [layer.output[0] for layer in model.model.layers].save()
+                saved = [layer.output[0] for layer in model.model.layers].save()  # type: ignore[attr-defined]
 
 
 def each_step(model: Any) -> None:
@@ -69,7 +69,7 @@ def each_step(model: Any) -> None:
     with model.trace(max_tokens=STEPS, temperature=0.0, ignore_eos=True) as tracer:
         for prompt in prompts():
             with tracer.invoke(prompt):
-                saved = list().save()
+                saved = list().save()  # type: ignore[attr-defined]
                 for _ in tracer.iter[:STEPS]:
                     saved.append(model.model.layers[8].output[0])
 
@@ -80,7 +80,7 @@ def switch(worker: Any, kind: str) -> None:
 
     from jupyter_nnsight_serve.engine.handoff import LendingBatcher
 
-    class Views(VLLMBatcher):  # type: ignore[misc]
+    class Views(VLLMBatcher):
         """nnsight's own, with what this package's blocks ask of a batcher."""
 
         serving = 0

@@ -55,9 +55,9 @@ def smollm2(path: Path) -> None:
     _make(path, _build_smollm2)
 
 
-def tiny(path: Path) -> None:
-    """Write the random Llama to `path`: 32 layers, hidden size 64, 512 tokens (4 MB)."""
-    _make(path, _build_tiny)
+def tiny(path: Path, layers: int = 32) -> None:
+    """Write the random Llama to `path`: hidden size 64, 512 tokens; with 32 layers 4 MB."""
+    _make(path, lambda target: _build_tiny(target, layers))
 
 
 def _make(path: Path, build: Callable[[Path], None]) -> None:
@@ -143,7 +143,7 @@ def _check_smollm2(model: Any, tokenizer: Any) -> None:
         raise SystemExit("the converted tokenizer has no chat template")
 
 
-def _build_tiny(target: Path) -> None:
+def _build_tiny(target: Path, layers: int) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -171,7 +171,7 @@ def _build_tiny(target: Path) -> None:
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=32,
+        num_hidden_layers=layers,
         # Two heads of 32: the smallest head size that vLLM's CPU attention takes, and a number of
         # heads that two tensor-parallel ranks can share.
         num_attention_heads=2,
