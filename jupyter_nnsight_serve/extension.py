@@ -11,6 +11,7 @@ from typing import Any
 from jupyter_server.auth import AllowAllAuthorizer
 from jupyter_server.extension.application import ExtensionApp
 from jupyter_server.serverapp import ServerApp
+from tornado.routing import PathMatches, Rule
 from traitlets import Bool, Dict, Enum, Float, Int, List, TraitError, Unicode, default
 from traitlets.config import Config
 
@@ -22,6 +23,7 @@ from .edits import EditBook
 from .errors import SettingError
 from .handlers import ROUTES, NearMissHandler
 from .identity import server_owner
+from .paths import PastedAddress
 from .record import Recorder
 from .settings import DEFAULT_COMMAND, EngineSettings, check_names
 from .supervisor import EngineSupervisor, Status
@@ -333,12 +335,14 @@ class NNsightServe(ExtensionApp):
         """Add the routes."""
         self.handlers.extend(ROUTES)
         assert self.serverapp is not None
-        if self.serverapp.base_url != "/":
+        base = self.serverapp.base_url.strip("/")
+        arguments = {"name": self.name}
+        rules = [Rule(PastedAddress(), NearMissHandler, arguments)]
+        if base:
             # A client that left the base URL out is outside every other route.
-            self.serverapp.web_app.add_handlers(  # type:ignore[no-untyped-call]
-                ".*$",
-                [(r"/(?:(?:v1/)?nnsight(?:/.*)?|health)", NearMissHandler, {"name": self.name})],
-            )
+            outside = rf"/(?!{re.escape(base)}(?:/|$))(?:(?:v1/)?nnsight(?:/.*)?|health)"
+            rules.append(Rule(PathMatches(outside), NearMissHandler, arguments))
+        self.serverapp.web_app.add_handlers(".*$", rules)  # type:ignore[no-untyped-call]
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """The server's loop runs: start the engine, without waiting for it."""

@@ -15,7 +15,7 @@ from . import framed
 from .base import ASK_SECONDS, NNsightHandler, allowed_to
 from .edits import Draft, Edit, check_id
 from .errors import EngineUnavailable, NoRoom, NotAllowed, NotFound
-from .paths import advice
+from .paths import PAGES, advice
 from .relay import StreamingHandler
 from .spool import BodyGone
 from .status import status_model
@@ -141,7 +141,11 @@ class EditHandler(StreamingHandler):
 
     def target(self) -> tuple[str, str, dict[str, str]]:
         """The engine's own place for this edit."""
-        return "PUT", self.edit.target, {"nnsight-compress": self.edit.compressed}
+        headers = {"nnsight-compress": self.edit.compressed}
+        for name in ("Nnsight-Tree", "Nnsight-Model"):
+            if name in self.request.headers:
+                headers[name] = self.request.headers[name]
+        return "PUT", self.edit.target, headers
 
     def answered(self, head: ResponseHead) -> None:
         """Record an edit that the engine took."""
@@ -377,7 +381,7 @@ class NearMissHandler(NNsightHandler):
 
     def admit(self) -> None:
         """Refuse whatever comes."""
-        raise NotFound(advice(self.request.path, self.base_url))
+        raise NotFound(advice(self.request.path, self.base_url, self.request.query))
 
     @allow_unauthenticated
     async def get(self) -> None:
@@ -387,6 +391,9 @@ class NearMissHandler(NNsightHandler):
 
 
 _ID = r"([^/]+)"
+
+# What nnsight's client appends to serve=.
+_CALL = r"(?:generate|register/[^/]+(?:/clear)?)"
 
 # The project's own paths first, the stock client's second; both are the same handlers.
 ROUTES: list[tuple[str, type[NNsightHandler]]] = [
@@ -407,10 +414,11 @@ ROUTES: list[tuple[str, type[NNsightHandler]]] = [
     (r"/nnsight/usage", UsageHandler),
     (r"/nnsight/engine/([^/]+)", EngineHandler),
     (r"/v1/nnsight/status", StatusHandler),
-    # What comes close: anything below the two prefixes, the stock client's prefix below another
-    # page's address, and the words themselves without it.
+    # What comes close: anything below the two prefixes, the stock client's paths below the address
+    # of a page of Jupyter's, and the words themselves without a prefix.
     (r"/nnsight(?:/.*)?", NearMissHandler),
-    (r"/(?:.+/)?v1/nnsight(?:/.*)?", NearMissHandler),
+    (r"/(?:v1/)+nnsight(?:/.*)?", NearMissHandler),
+    (rf"/(?:{'|'.join(PAGES)})(?:/.*)?/v1/nnsight/{_CALL}", NearMissHandler),
     (r"/(?:v1/)?(?:generate|register)(?:/.*)?", NearMissHandler),
     (r"/v1/(?:gen|reg|hea|sta|nns)[^/]*(?:/.*)?", NearMissHandler),
     (r"/v1/?", NearMissHandler),

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from jupyter_server.utils import url_path_join
+from tornado.httputil import HTTPServerRequest
+from tornado.routing import Matcher
+
+PAGES = (
+    *("lab", "tree", "doc", "edit", "notebooks", "consoles", "terminals", "retro", "nbclassic"),
+)
+"""The first part of the addresses that a browser shows of a Jupyter server."""
 
 _RESOURCES = {
     "generate": ("POST", "/nnsight/generate", "run a trace"),
@@ -21,16 +29,31 @@ _RESOURCES = {
 }
 
 
-def advice(path: str, base_url: str) -> str:
+class PastedAddress(Matcher):
+    """A request of nnsight's client that was given an address with a ``?`` in it."""
+
+    def match(self, request: HTTPServerRequest) -> dict[str, Any] | None:
+        """Whether its path ended up in the query."""
+        pasted = request.method == "POST" and "/v1/nnsight/" in request.query
+        return {} if pasted else None
+
+
+def advice(path: str, base_url: str, query: str = "") -> str:
     """The sentence for a path that is nearly right.
 
     Parameters
     ----------
-    path
-        The path that was asked for.
+    path, query
+        What was asked for.
     base_url
         The server's base URL, with its leading and trailing slash.
     """
+    if "/v1/nnsight/" in query:
+        return (
+            "The address given as serve= has a '?' in it, behind which nnsight appended its own "
+            f"path; give this server's address up to and including {base_url}, and the token as "
+            "api_key=."
+        )
     parts = [part for part in path.split("/") if part]
     meant = [
         word

@@ -44,7 +44,7 @@ def status_model(
         "model": engine.get("model") or {"name": settings.model, "revision": settings.revision},
         "versions": {**_versions(settings), **engine.get("versions", {}), "package": __version__},
         "device": engine.get("device", settings.device),
-        "settings": engine.get("settings") or {**settings.engine_args, "taps": settings.taps},
+        "settings": engine.get("settings") or _told(settings),
         "state": status.state,
         "reason": reason,
         "since": status.since,
@@ -74,6 +74,21 @@ def status_model(
             "edit_lifetime": settings.edit_lifetime,
         },
     }
+
+
+# Engine arguments that are told before the engine can tell its effective settings. Others hold
+# tokens, addresses and paths.
+_SHOWN = (
+    "max_model_len dtype quantization enforce_eager enable_prefix_caching enable_chunked_prefill "
+    "max_num_seqs max_num_batched_tokens tensor_parallel_size pipeline_parallel_size "
+    "data_parallel_size gpu_memory_utilization enable_lora"
+).split()
+
+
+def _told(settings: EngineSettings) -> dict[str, Any]:
+    """What of the configured settings an engine's status would tell too."""
+    shown = {name: value for name, value in settings.engine_args.items() if name in _SHOWN}
+    return {**shown, "taps": settings.taps}
 
 
 def _versions(settings: EngineSettings) -> dict[str, str]:

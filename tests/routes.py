@@ -35,6 +35,9 @@ class Routes(JupyterHandler):
     def get(self):
         found = []
         for rule in walk(self.application.default_router):
+            if not hasattr(rule.matcher, "regex"):
+                # It has no path: nnsight's refusal of what was pasted into an address.
+                continue
             methods = [
                 m for m in rule.target.SUPPORTED_METHODS
                 if getattr(rule.target, m.lower()) is not web.RequestHandler._unimplemented_method

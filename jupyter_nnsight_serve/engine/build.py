@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.serialization import UnknownPersistentIdError
 from nnsight.intervention.util import clear_shared_locals
 from nnsight.tracing.tracer import dec, inc
@@ -213,6 +214,9 @@ class Builder:
             raise BadBodyError(
                 "The body is not a serialized nnsight edit; send what `model.edit(serve=url)` does."
             )
+        for value in (*edit.lcls.values(), *edit.glbls.values()):
+            if isinstance(value, Envoy) and self.envoys.get(f"Envoy:{value.path}") is not value:
+                self._check_tree(envoys_by_id(value), whole=value.path == self.model.path)
         return textwrap.dedent(edit.source)
 
     def decompressed(self, body: bytes, compressed: bool) -> bytes:
@@ -271,14 +275,28 @@ class Builder:
         while (parent := root.parent) is not None:
             root = parent
         envoys = envoys_by_id(root)
-        path = difference(envoys, self.envoys)
+        self._check_tree(envoys)
+        tag(envoys, self.envoys)
+
+    def _check_tree(self, envoys: dict[str, Any], whole: bool = True) -> None:
+        """Refuse what was written for another tree.
+
+        Parameters
+        ----------
+        envoys
+            The client's, its root first, as `envoys_by_id` has them.
+        whole
+            Whether that is all of its tree.
+        """
+        known = self.envoys.keys() if whole else self.envoys.keys() & envoys.keys()
+        path = difference(envoys.keys(), known)
         if path is not None:
+            root = next(iter(envoys.values()))
             written = next(iter(getattr(root, "args", ())), "another model")
             raise OtherModelError(
-                f"The server serves {self.name}, this trace was written for {written}: only one "
-                f"of them has `{path}`. Build the client's model from the served one's name."
+                f"The server serves {self.name}, this trace was written for {written}: only "
+                f"one of them has `{path}`. Build the client's model from the served one's name."
             )
-        tag(envoys, self.envoys)
 
     def _unpickle(self, body: bytes, scope: Scope) -> Any:
         """Unpickle ``body``, telling bytes that are no pickle from what the caller can mend.

@@ -53,6 +53,13 @@ class Handler(web.RequestHandler):
         """Whether the body is a zstd frame, as nnsight's clients say it."""
         return self.request.headers.get("nnsight-compress", "").lower() == "true"
 
+    def check_tree(self) -> None:
+        """Refuse what its client says was written for another tree."""
+        headers = self.request.headers
+        self.engine.check_tree(
+            headers.get("Nnsight-Tree"), unquote(headers.get("Nnsight-Model", ""))
+        )
+
     def body(self) -> bytes:
         """The whole body."""
         if self.received > self.engine.max_request_bytes:
@@ -95,9 +102,7 @@ class GenerateHandler(Handler):
 
     async def post(self) -> None:
         headers = self.request.headers
-        self.engine.check_tree(
-            headers.get("Nnsight-Tree"), unquote(headers.get("Nnsight-Model", ""))
-        )
+        self.check_tree()
         framed = frames.CONTENT_TYPE in headers.get("Accept", "")
         watched = headers.get("Nnsight-Tokens") or headers.get("Nnsight-Progress")
         progress = Progress(text=headers.get("Nnsight-Tokens") == "1") if framed else None
@@ -201,6 +206,7 @@ class EditHandler(Handler):
     """Installs and clears an edit."""
 
     async def put(self, edit_id: str) -> None:
+        self.check_tree()
         name = self.get_query_argument("name", None)
         warnings = await self.engine.register(edit_id, self.body(), self.compressed, name)
         known_as = self.get_query_argument("id", edit_id)

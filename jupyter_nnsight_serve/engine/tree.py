@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 
@@ -118,9 +118,9 @@ def tree_id(specification: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(shape(specification)).encode()).hexdigest()
 
 
-def difference(envoys: dict[str, Any], known: dict[str, Any]) -> str | None:
+def difference(ids: Set[str], known: Set[str]) -> str | None:
     """A path that is in one of two trees only, or None when they have the same paths."""
-    if envoys.keys() == known.keys():
+    if ids == known:
         return None
-    differing = sorted(envoys.keys() ^ known.keys(), key=lambda path: (len(path), path))
+    differing = sorted(ids ^ known, key=lambda path: (len(path), path))
     return differing[0].removeprefix("Envoy:")

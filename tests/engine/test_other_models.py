@@ -41,6 +41,18 @@ def test_a_trace_for_another_model_is_refused_with_what_only_that_has(
         assert part in str(caught.value)
 
 
+def test_an_edit_for_another_model_is_refused_and_not_installed(
+    tiny_path: str, smollm2: Server
+) -> None:
+    other = stock_client(tiny_path)
+    with (
+        pytest.raises(ConnectionError, match="returned 409: The server serves"),
+        other.edit(**smollm2.where) as (_, _edit),
+    ):
+        other.model.layers[3].output[0][:] = 0
+    assert smollm2.get("/nnsight/register")[1]["edits"] == []
+
+
 def test_a_tree_with_other_names_works_as_it_does_locally(
     model: Any, smollm2_path: str, smollm2: Server
 ) -> None:

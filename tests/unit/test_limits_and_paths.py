@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,35 @@ async def test_other_paths_stay_jupyters(extension: NNsightServe, ask: Ask) -> N
         response = await ask(path)
         assert response.code == 404
         assert response.headers["Content-Type"].startswith("text/html"), path
+
+
+@pytest.mark.parametrize("jp_base_url", ["/nnsight/", "/v1/", "/v1/nnsight/", "/health/", "/lab/"])
+async def test_base_url_may_have_any_name(extension: NNsightServe, ask: Ask) -> None:
+    for path in ("/api/status", "/nnsight/status"):
+        assert (await ask(path)).code == 200, path
+    assert (await ask("/nnsight/health")).code == 503
+
+
+async def test_files_below_folders_of_that_name_stay_jupyters(
+    extension: NNsightServe, ask: Ask, jp_root_dir: Path
+) -> None:
+    folder = jp_root_dir / "work" / "v1" / "nnsight"
+    folder.mkdir(parents=True)
+    (folder / "generate").write_text("a file")
+    found = await ask("/api/contents/work/v1/nnsight/generate")
+    assert json.loads(found.body)["content"] == "a file"
+
+
+@pytest.mark.parametrize("where", ["/?token=abc", "/lab?token=abc", "/lab/tree/a.ipynb?x=1"])
+@pytest.mark.parametrize("below_base", [True, False])
+async def test_address_with_a_query_is_told_where_it_ends(
+    extension: NNsightServe, ask: Ask, jp_base_url: str, where: str, below_base: bool
+) -> None:
+    path = f"{where}/v1/nnsight/generate"
+    response = await ask(path, "POST", below_base=below_base)
+    assert response.code == 404
+    assert f"up to and including {jp_base_url}, and the token as api_key=" in said(response)
+    assert "abc" not in said(response)
 
 
 def test_advice_cuts_long_paths() -> None:

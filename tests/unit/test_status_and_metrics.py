@@ -282,3 +282,12 @@ async def test_running_traces_are_activity(ready: NNsightServe, ask: Ask) -> Non
     assert ready.current_activity() == ready.admission.ids()
     await waiting
     assert ready.current_activity() is None
+
+
+def test_status_of_an_engine_that_cannot_be_asked_shows_no_secret() -> None:
+    arguments = {"hf_token": "hf_secret", "max_model_len": 512, "download_dir": "/srv/secret"}
+    settings = EngineSettings(model="m", engine_args=arguments)
+    caller = Caller("ada", False, frozenset({"read"}))
+    admission = Admission(logging.getLogger())
+    told = status_model(settings, Status("stopped", 0.0), admission, caller, {})
+    assert told["settings"] == {"max_model_len": 512, "taps": []}
