@@ -92,6 +92,25 @@ class NoAccess(NNsightServeError):
         )
 
 
+class Tokenless(NNsightServeError):
+    """The server has no token that a request could carry.
+
+    Parameters
+    ----------
+    how
+        How it runs instead.
+    """
+
+    status = 403
+
+    def __init__(self, how: str) -> None:
+        super().__init__(
+            f"This Jupyter server runs {how}, and it takes traces and edits with a token only, so "
+            "that no web page can run code on it; its owner can start it with one, "
+            "--IdentityProvider.token=TOKEN."
+        )
+
+
 class CrossSite(NNsightServeError):
     """A request that a browser cookie authenticates and that another site may have caused."""
 

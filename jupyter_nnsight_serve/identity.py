@@ -17,7 +17,7 @@ from jupyter_server.auth.identity import LegacyIdentityProvider
 from tornado.httputil import HTTPServerRequest
 
 from .authorizer import ALL, Person, Rules
-from .errors import CrossSite, NNsightServeError, NoAccess, NoToken, WrongToken
+from .errors import CrossSite, NNsightServeError, NoAccess, NoToken, Tokenless, WrongToken
 
 if TYPE_CHECKING:
     from jupyter_server.base.handlers import JupyterHandler
@@ -103,13 +103,14 @@ async def refusal(handler: JupyterHandler, status: int) -> NNsightServeError | N
         known = await hub_auth.get_user(handler, sync=False)
         if known:
             return NoAccess(os.environ.get("JUPYTERHUB_SERVICE_NAME"))
+    provider = handler.identity_provider
+    if not provider.auth_enabled:
+        return Tokenless("without a token")
+    if type(provider) in (IdentityProvider, PasswordIdentityProvider) and not provider.token:
+        password = getattr(provider, "hashed_password", "")
+        return Tokenless("with a password and without a token" if password else "without a token")
     if "Authorization" in handler.request.headers or handler.get_argument("token", ""):
         return WrongToken()
-    if not handler.identity_provider.auth_enabled:
-        return CrossSite(
-            "This Jupyter server runs without a token, and then it accepts no request that "
-            "lacks its XSRF token, so that no web page can run code on it"
-        )
     if handler.current_user is None:
         return NoToken()
     return CrossSite(

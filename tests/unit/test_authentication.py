@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from jupyter_server.auth import Authorizer
+from jupyter_server.auth import Authorizer, passwd
 from jupyter_server.serverapp import ServerApp
 
 from jupyter_nnsight_serve.extension import NNsightServe
@@ -214,9 +214,34 @@ class TestWithoutToken:
     async def test_post_is_refused_because_any_web_page_could_send_it(
         self, ready: NNsightServe, ask: Ask
     ) -> None:
-        response = await ask("/nnsight/generate", "POST", key=None)
-        assert response.code == 403
-        assert "runs without a token" in said(response)
+        for key in (None, "any"):
+            response = await ask("/nnsight/generate", "POST", key=key)
+            assert response.code == 403
+            assert "runs without a token" in said(response)
+            assert "--IdentityProvider.token=" in said(response)
+            assert "api_key=" not in said(response)
+
+
+class TestWithPassword:
+    """A Jupyter server that has a password, and with it no token."""
+
+    @pytest.fixture
+    def jp_server_config(self, jp_server_config: dict[str, Any]) -> dict[str, Any]:
+        password = passwd("a password", algorithm="sha1")
+        jp_server_config["PasswordIdentityProvider"] = {"hashed_password": password}
+        jp_server_config["IdentityProvider"] = {"token": ""}
+        jp_server_config["ServerApp"]["token"] = ""
+        return jp_server_config
+
+    async def test_is_told_that_there_is_no_token_to_pass(
+        self, ready: NNsightServe, ask: Ask
+    ) -> None:
+        for key in (None, "any"):
+            for method, path in PROTECTED:
+                response = await ask(path, method, key=key)
+                assert response.code == 403, path
+                assert "with a password and without a token" in said(response), path
+                assert "api_key=" not in said(response)
 
 
 class OnlyReading(Authorizer):
