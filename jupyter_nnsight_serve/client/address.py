@@ -11,7 +11,8 @@ from .secret import Secret
 
 # What a browser's address bar has behind the server's own address.
 _PAGE = re.compile(
-    r"/(?:lab|tree|notebooks|edit|consoles|terminals|doc|login|api|nnsight|v1/nnsight)(?:/.*)?$"
+    r"/(?:lab|tree|notebooks|edit|consoles|terminals|doc|login|api|(?<!/v1/)nnsight|v1/nnsight)"
+    r"(?=/|$)"
 )
 _HUB_PAGE = re.compile(r"/hub(?:/.*)?$")
 # A server behind JupyterHub: its name, and the Hub's base URL, may be words that pages have too.
@@ -28,15 +29,18 @@ class Address:
         With the base URL, without a slash at the end, a user or a token.
     token
         The token that stood in it; false where there was none.
+    here
+        Whether this machine knows it for one of its own servers, whatever its host is called.
     """
 
     url: str
     token: Secret
+    here: bool = False
 
     @property
     def is_local(self) -> bool:
         """Whether it is on this machine."""
-        return is_local(self.url)
+        return self.here or is_local(self.url)
 
 
 def is_local(url: str) -> bool:
@@ -46,12 +50,12 @@ def is_local(url: str) -> bool:
 
 
 def read_address(text: str) -> Address:
-    """The server's address in ``text``, which may be a page of it or lack ``http://``.
+    """The address that ``text`` is, to the letter; it may lack ``http://``.
 
     Raises
     ------
     HubError
-        It is a page of JupyterHub itself, or no address of the web.
+        It is no address of the web.
     """
     text = text.strip()
     if "://" not in text:
@@ -69,15 +73,26 @@ def read_address(text: str) -> Address:
     place = f"[{host}]" if ":" in host else host
     place += f":{port}" if port is not None else ""
     path = parts.path.rstrip("/")
-    behind = _BEHIND_HUB.match(path)
-    root = behind.group() if behind else ""
-    if not root and _HUB_PAGE.search(path):
-        base = urlunsplit((parts.scheme, place, _HUB_PAGE.sub("", path), "", ""))
-        raise HubError(
-            f"{base}/hub is JupyterHub's own page and serves no traces; give the address of the "
-            f"server that does, {base}/services/NAME for a shared service or {base}/user/NAME for "
-            "somebody's server."
-        )
-    path = root + _PAGE.sub("", path.removeprefix(root))
     token = parse_qs(parts.query).get("token", [""])[0]
     return Address(urlunsplit((parts.scheme, place, path, "", "")), Secret(token))
+
+
+def candidates(url: str) -> list[str]:
+    """The servers that ``url`` may be a page of, the longest address, ``url`` itself, first.
+
+    A base URL may be a word that a page's address has as well, so only asking tells which it is.
+    """
+    parts = urlsplit(url)
+    behind = _BEHIND_HUB.match(parts.path)
+    root = behind.group() if behind else ""
+    pages = _PAGE.finditer(parts.path.removeprefix(root))
+    ends = [len(root) + page.start() for page in pages]
+    return [url, *(parts._replace(path=parts.path[:end]).geturl() for end in reversed(ends))]
+
+
+def hub_of(url: str) -> str | None:
+    """The JupyterHub that ``url`` looks like a page of; None where it looks like a server's."""
+    parts = urlsplit(url)
+    if _BEHIND_HUB.match(parts.path) or not _HUB_PAGE.search(parts.path):
+        return None
+    return parts._replace(path=_HUB_PAGE.sub("", parts.path)).geturl()

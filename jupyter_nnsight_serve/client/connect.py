@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import httpx
-
-from . import discover
-from .address import Address, read_address
+from .address import read_address
 from .cache import Cache
 from .connection import Connection
 from .errors import HubError
+from .find import find
 from .hub import Hub
 from .link import Link
 from .progress import Line
 from .secret import Secret
 
 DEFAULT_TIMEOUT = 120.0
-_LOOK_SECONDS = 2.0
 
 
 def connect(
@@ -39,7 +36,8 @@ def connect(
     Parameters
     ----------
     url
-        The server's address with its base URL; the one in a browser's address bar will do.
+        The server's address with its base URL; the one in a browser's address bar will do. Of a
+        page's address only what is behind the server's own is left off.
     token
         A token of the server, or a JupyterHub token.
     cache_dir
@@ -59,24 +57,27 @@ def connect(
         There is no such server; the text says what was tried or what to do.
     """
     __tracebackhide__ = True
+    # A traceback that prints variables prints arguments, and an address may hold a token too.
+    given, secret = None if url is None else Secret(url), Secret(token)
+    url = token = None
     try:
-        return _connect(url, token, cache_dir, allow_pickle, timeout, progress)
+        return _connect(given, secret, cache_dir, allow_pickle, timeout, progress)
     except HubError as error:
         raise error.with_traceback(None) from None
 
 
 def _connect(
-    url: str | None,
-    token: str | None,
+    given: Secret | None,
+    token: Secret,
     cache_dir: str | os.PathLike[str] | None,
     allow_pickle: bool,
     timeout: float,
     progress: bool,
 ) -> Hub:
-    address, secret = _find(url, Secret(token))
+    address, secret = find(None if given is None else read_address(given.reveal()), token)
     hub = Hub(
         Connection(
-            Link(address.url, secret, timeout),
+            Link(address, secret, timeout),
             Cache(None if cache_dir is None else Path(cache_dir)),
             allow_pickle,
             Line(progress),
@@ -84,60 +85,3 @@ def _connect(
     )
     hub.check()
     return hub
-
-
-def _find(url: str | None, token: Secret) -> tuple[Address, Secret]:
-    """The address to use, and the token for it."""
-    if url is not None:
-        address = read_address(url)
-        return address, token or discover.token_for(address)
-    tried = [f"{discover.URL_VARIABLE} is not set"]
-    named = os.environ.get(discover.URL_VARIABLE)
-    if named:
-        address = read_address(named)
-        return address, token or address.token or discover.environment_token()
-    own = discover.own_server()
-    if own is None:
-        tried.append("this process was not started by a Jupyter server whose file is here")
-    elif (problem := _without_extension(own.address)) is None:
-        return own.address, token or own.address.token
-    else:
-        tried.append(f"this kernel's own server, {own.address.url}, {problem}")
-    others = [s for s in discover.running_servers() if own is None or s.pid != own.pid]
-    if not others:
-        tried.append("no other Jupyter server of this account runs on this machine")
-    having = []
-    for server in others:
-        problem = _without_extension(server.address)
-        if problem is None:
-            having.append(server)
-        else:
-            tried.append(f"{server.address.url} {problem}")
-    if len(having) > 1:
-        names = " or ".join(f"connect({s.address.url!r})" for s in having)
-        raise HubError(f"Several Jupyter servers on this machine serve traces; choose one: {names}")
-    if having:
-        return having[0].address, token or having[0].address.token
-    raise HubError(
-        f"No server that serves nnsight traces was found: {'; '.join(tried)}. Give its address: "
-        'connect("https://HOST/BASE_URL", token).'
-    )
-
-
-def _without_extension(address: Address) -> str | None:
-    """Why the server at ``address`` is not one to use; None when it has the extension."""
-    try:
-        answer = httpx.get(
-            f"{address.url}/nnsight/health",
-            timeout=_LOOK_SECONDS,
-            trust_env=not address.is_local,
-        )
-    except httpx.HTTPError:
-        return "does not answer"
-    try:
-        body = answer.json()
-    except ValueError:
-        body = None
-    if isinstance(body, dict) and answer.status_code in (200, 503):
-        return None
-    return "does not have the extension"

@@ -41,6 +41,10 @@ class EngineNotReady(HubError):
         self.retry_after = retry_after
 
 
+class NotTrusted(HubError):
+    """The server's certificate is not one that this machine trusts."""
+
+
 class TraceCut(HubError):
     """The answer to a trace ended before it was complete; the trace may have run."""
 

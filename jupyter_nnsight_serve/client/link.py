@@ -9,17 +9,29 @@ from __future__ import annotations
 import contextlib
 import json
 import ssl
-from collections.abc import Iterator
+import traceback
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import httpx
 
-from .address import is_local
-from .errors import EngineNotReady, HubError
+from .address import Address
+from .errors import EngineNotReady, HubError, NotTrusted
 from .secret import Secret
 
 CONNECT_SECONDS = 10.0
 ASK_SECONDS = 30.0
+
+
+class _Bearer(httpx.Auth):
+    """Puts the token into a request when it is sent, so that no caller's variable has held it."""
+
+    def __init__(self, token: Secret) -> None:
+        self._token = token
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["Authorization"] = f"Bearer {self._token.reveal()}"
+        yield request
 
 
 class Link:
@@ -27,16 +39,26 @@ class Link:
 
     Parameters
     ----------
-    url
-        The server's address with its base URL, without a slash at the end.
+    address
+        Where it is.
     token
         A token of it.
     timeout
         Seconds of silence after which a running trace is given up.
+
+    Raises
+    ------
+    HubError
+        No header can hold the token, or the file with trusted certificates cannot be read.
     """
 
-    def __init__(self, url: str, token: Secret, timeout: float) -> None:
-        self.url = url
+    def __init__(self, address: Address, token: Secret, timeout: float) -> None:
+        if not token.can_travel:
+            raise HubError(
+                "This token cannot be one: it has a space, a line break or a sign that is not "
+                "ASCII in it; copy it again."
+            )
+        url = self.url = address.url
         self.token = token
         self.timeout = timeout
         # A new connection for each request: a kept one can be closed by a proxy just when a trace
@@ -45,18 +67,14 @@ class Link:
             timeout=httpx.Timeout(ASK_SECONDS, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             # A proxy for the outside world does not know this machine's own ports.
-            trust_env=not is_local(url),
+            trust_env=not address.is_local,
             follow_redirects=False,
-            verify=_no_tls() if url.startswith("http://") else True,
+            auth=_Bearer(token) if token else None,
+            verify=_no_tls() if url.startswith("http://") else _trusted(),
         )
 
     def __repr__(self) -> str:
         return f"<Link {self.url}>"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """What every request carries."""
-        return {"Authorization": f"Bearer {self.token.reveal()}"} if self.token else {}
 
     def ask(
         self, method: str, path: str, *, headers: dict[str, str] | None = None, **options: Any
@@ -68,12 +86,36 @@ class Link:
         HubError
             The server was not reached, or it refused.
         """
-        with self.meaning():
-            response = self._client.request(
-                method, self.url + path, headers={**self.headers, **(headers or {})}, **options
-            )
+        response = self._request(method, path, headers=headers, **options)
         self.check(response)
         return response
+
+    def look(self, path: str, seconds: float) -> httpx.Response:
+        """Whatever answers below the server's address, within so many seconds.
+
+        Raises
+        ------
+        HubError
+            Nothing does.
+        """
+        return self._request("GET", path, timeout=seconds)
+
+    def has_jupyter(self) -> bool:
+        """Whether a Jupyter server is there, with the extension or without."""
+        try:
+            answer = self.look("/api", ASK_SECONDS)
+            return answer.status_code == 200 and answer.json()["version"] is not None
+        except (HubError, ValueError, TypeError, KeyError):
+            return False
+
+    def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            with self.meaning():
+                return self._client.request(method, self.url + path, **options)
+        except BaseException as error:
+            # What is interrupted has frames that hold the request's headers as they were sent.
+            traceback.clear_frames(error.__traceback__)
+            raise
 
     def ask_json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """The JSON object that answers a request."""
@@ -96,7 +138,7 @@ class Link:
             "POST",
             self.url + path,
             content=content,
-            headers={**self.headers, **headers},
+            headers=headers,
             timeout=timeout,
             extensions=extensions,
         ) as response:
@@ -114,7 +156,7 @@ class Link:
         """Why there was no answer."""
         text = f"{error}"
         if "CERTIFICATE_VERIFY" in text.upper():
-            return HubError(
+            return NotTrusted(
                 f"The certificate of {self.url} is not one this machine trusts; set SSL_CERT_FILE "
                 "to the file with its authority's certificate."
             )
@@ -144,7 +186,7 @@ class Link:
     def refusal(self, response: httpx.Response) -> HubError:
         """What an answer other than success means, as one sentence that says what to do."""
         status = response.status_code
-        said = _message_of(response)
+        said = message_of(response)
         # The extension tells whoever has no valid token about api_key=, which is nnsight's word.
         if said is not None and not (status in (401, 403) and "api_key=" in said):
             if status == 503:
@@ -217,12 +259,7 @@ class Link:
 
     def _not_found(self) -> HubError:
         """Tell a server without the extension from an address that is no Jupyter server's."""
-        try:
-            answer = self._client.get(f"{self.url}/api", headers=self.headers)
-            version = answer.json()["version"] if answer.status_code == 200 else None
-        except (httpx.HTTPError, ValueError, TypeError, KeyError):
-            version = None
-        if version is not None:
+        if self.has_jupyter():
             return HubError(
                 f"The Jupyter server at {self.url} does not have the nnsight extension; install "
                 "jupyter-nnsight-serve in that server's environment and restart it.",
@@ -243,7 +280,7 @@ class Link:
         )
 
 
-def _message_of(response: httpx.Response) -> str | None:
+def message_of(response: httpx.Response) -> str | None:
     """The extension's own sentence; None when the answer is somebody else's."""
     try:
         body = response.json()
@@ -270,6 +307,17 @@ def _seconds(text: str | None) -> float | None:
         return float(text) if text is not None else None
     except ValueError:
         return None
+
+
+def _trusted() -> ssl.SSLContext:
+    """The certificates of SSL_CERT_FILE or SSL_CERT_DIR, which count for this machine as well."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise HubError(
+            "The certificates that SSL_CERT_FILE or SSL_CERT_DIR names cannot be read "
+            f"({type(error).__name__}); correct it or unset it."
+        ) from None
 
 
 def _no_tls() -> ssl.SSLContext:

@@ -13,8 +13,10 @@ from nnsight.modeling.vllm.vllm import VLLM
 from nnsight.tracing.tracer import WithBlockNotFoundError
 
 from . import sampling, tree
+from .address import read_address
 from .backend import ServedBackend
 from .connection import Connection
+from .discover import placed
 from .errors import HubError
 from .link import Link
 from .secret import Secret
@@ -110,10 +112,11 @@ class ServedModel(VLLM):  # type: ignore[misc]
         kwargs
             Sampling settings; ``edits``, ``lora_request``.
         """
+        _hide_token(kwargs)
         if kwargs.pop("trace", True) is False:
             return self._generate(*inputs, **kwargs)
         kwargs = self._sampling_kwargs(kwargs)
-        link = self._link(kwargs.pop("serve", None), kwargs.pop("api_key", None))
+        link = self._link(kwargs.pop("serve", None), kwargs.pop("api_key"))
         own = {name: kwargs.pop(name) for name in ("backend", "tracer_cls", "fn") if name in kwargs}
         for name in ("remote", "scan", "validate"):
             # Their default is what happens here.
@@ -130,6 +133,7 @@ class ServedModel(VLLM):  # type: ignore[misc]
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """`trace` as a ``with`` block; otherwise run on the server and return its outputs."""
+        _hide_token(kwargs)
         tracer = self.trace(*inputs, **kwargs)
         try:
             # Looks at the frame two up, which is the caller's.
@@ -179,6 +183,8 @@ class ServedModel(VLLM):  # type: ignore[misc]
         shared
             Whether it runs for everybody's traces; for admins of the server.
         """
+        token = Secret(api_key)
+        api_key = None
         if not inplace:
             raise ValueError(
                 "a vLLM edit is installed on the engine itself, which every caller shares — there "
@@ -187,18 +193,19 @@ class ServedModel(VLLM):  # type: ignore[misc]
             )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"edit name must be a string, got {type(name).__name__}")
-        return ServedEdit(self, self._link(serve, api_key), name, shared)
+        return ServedEdit(self, self._link(serve, token), name, shared)
 
     def clear_edits(self) -> None:
         """Clear every edit that was installed through this object."""
         super().clear_edits()
 
-    def _link(self, serve: str | None, api_key: str | None) -> Link:
+    def _link(self, serve: str | None, token: Secret) -> Link:
         """The way to the server, or to another one that a call names."""
         link = self._connection.link
         if serve is None or serve.rstrip("/") == link.url:
             return link
-        return Link(serve.rstrip("/"), Secret(api_key), link.timeout)
+        address = placed(read_address(serve))
+        return Link(address, token or address.token, link.timeout)
 
     # What only an engine in this process could do.
 
@@ -216,6 +223,11 @@ class ServedModel(VLLM):  # type: ignore[misc]
 
     def _remote_backend(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise HubError("remote= sends to NDIF, and this model's traces run on its own server.")
+
+
+def _hide_token(kwargs: dict[str, Any]) -> None:
+    """Make a secret of a call's ``api_key``: a traceback that prints variables prints kwargs."""
+    kwargs["api_key"] = Secret(kwargs.get("api_key"))
 
 
 def _plain_prompt(prompt: Any) -> Any:

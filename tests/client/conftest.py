@@ -32,6 +32,13 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "NNSIGHT_SERVE_TOKEN",
         "JUPYTERHUB_API_TOKEN",
         "JUPYTERHUB_API_URL",
+        "JUPYTERHUB_PUBLIC_URL",
+        "JUPYTERHUB_PUBLIC_HUB_URL",
+        "JUPYTERHUB_HOST",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
         "JPY_PARENT_PID",
     ):
         monkeypatch.delenv(name, raising=False)

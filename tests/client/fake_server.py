@@ -311,7 +311,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 self.reply(*server.replies[path])
             elif not path.startswith(f"{server.base}/nnsight/"):
                 self.reply(404, {"Content-Type": "text/html"}, b"<html>not here</html>")
-            elif path.endswith("/nnsight/health"):
+            elif path == f"{server.base}/nnsight/health":
                 self.json({"status": "ok"})
             elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 self.reply(*problem(403, "The token of this request is not one"))
@@ -338,6 +338,8 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 self.json({"edits": server.edits, "removed": server.removed})
             elif path.startswith("register/"):
                 self.json({"status": "ok", "warnings": ["about caching"]})
+            else:
+                self.reply(*problem(404, "There is no such resource"))
 
         def json(self, body: Any) -> None:
             self.reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
