@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import sys
+import weakref
 from collections.abc import AsyncIterator, Generator, Iterator
 from types import FrameType
 from typing import Any
@@ -14,7 +15,7 @@ from nnsight.tracing.backend import Backend
 from nnsight.tracing.tracer import mark
 from nnsight.tracing.util import push
 
-from . import caches
+from . import caches, lines
 from .body import trace_body
 from .connection import Connection
 from .errors import PickledSaveError, ServedTraceError, served_error
@@ -25,6 +26,7 @@ from .progress import visible
 from .wire import Outcome, PickleForbidden
 
 _TICK_SECONDS = 0.1
+_ENDS = ("done", "failed")
 
 
 class ServedBackend(Backend):  # type: ignore[misc]
@@ -81,7 +83,9 @@ class ServedBackend(Backend):  # type: ignore[misc]
         if self.awaited:
             return
         if self.stream:
-            self._start(self._events.put)
+            exchange = self._start(self._events.put)
+            # Who never reads the text does not want the trace, which would hold its place.
+            weakref.finalize(self, exchange.close)
             return
         try:
             self._finish(self._wait())
@@ -98,7 +102,16 @@ class ServedBackend(Backend):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Token]:
         """The text of a trace with ``stream=True`` as it is generated."""
+        __tracebackhide__ = True
         self._check_streams()
+        try:
+            yield from self._tokens()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            lines.raise_at(error, _reader(sys._getframe()))
+
+    def _tokens(self) -> Iterator[Token]:
         try:
             for event in self._listen():
                 if event.kind == "token":
@@ -110,20 +123,21 @@ class ServedBackend(Backend):  # type: ignore[misc]
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """`__iter__`, for ``async for``."""
+        __tracebackhide__ = True
         self._check_streams()
         try:
-            while True:
-                # A thread waits, and not the loop.
-                event = await asyncio.to_thread(self._next)
-                if event is None:
-                    continue
-                if event.kind == "token":
+            # A thread waits, and not the loop.
+            while (event := await asyncio.to_thread(self._next)) is None or event.kind not in _ENDS:
+                if event is not None and event.kind == "token":
                     yield _token(event.value)
-                elif event.kind in ("done", "failed"):
-                    self._finish(_outcome(event))
-                    return
-        finally:
+            self._finish(_outcome(event))
+        except GeneratorExit:
             self._end()
+            raise
+        except BaseException as error:
+            self._end()
+            lines.raise_at(error, _reader(sys._getframe()))
+        self._end()
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
         """Wait for a trace with ``stream=True`` without looking at its text; gives its saves."""
@@ -249,6 +263,14 @@ class ServedBackend(Backend):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<ServedBackend {self.link.url}>"
+
+
+def _reader(frame: FrameType) -> FrameType | None:
+    """The frame that reads the text, of which ``frame`` is the nearest one of this module."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_filename == __file__:
+        found = found.f_back
+    return found
 
 
 def _token(value: dict[str, Any]) -> Token:

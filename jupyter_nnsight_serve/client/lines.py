@@ -16,9 +16,10 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ..parsing import again
+from .errors import ServedTraceError
 
 _LINE = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<name>.+))?$', re.M)
 _MOST = 20
@@ -87,3 +88,18 @@ def cut_behind(frame: types.FrameType | None, tail: types.TracebackType | None) 
     """
     if isinstance(frame, types.FrameType):
         _Cut(frame, tail).arm()
+
+
+def raise_at(error: BaseException, frame: types.FrameType | None) -> NoReturn:
+    """Raise ``error`` so that its traceback ends at the person's lines; from an ``except``.
+
+    Parameters
+    ----------
+    frame
+        The person's, out of which the exception is about to come.
+    """
+    __tracebackhide__ = True
+    tail = tail_of(error.remote_traceback) if isinstance(error, ServedTraceError) else None
+    error.__context__ = None
+    cut_behind(frame, tail)
+    raise error.with_traceback(None)

@@ -114,7 +114,7 @@ class ServedModel(VLLM):  # type: ignore[misc]
         """
         _hide_token(kwargs)
         if kwargs.pop("trace", True) is False:
-            return self._generate(*inputs, **kwargs)
+            return self._generate(*inputs, stream=stream, **kwargs)
         kwargs = self._sampling_kwargs(kwargs)
         link = self._link(kwargs.pop("serve", None), kwargs.pop("api_key"))
         own = {name: kwargs.pop(name) for name in ("backend", "tracer_cls", "fn") if name in kwargs}
@@ -142,8 +142,14 @@ class ServedModel(VLLM):  # type: ignore[misc]
             return self._generate(*inputs, **kwargs)
         return tracer
 
-    def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _generate(self, *inputs: Any, stream: bool = False, **kwargs: Any) -> Any:
         """Run prompts with no block of the caller's own; edits run with them."""
+        if stream:
+            raise TypeError(
+                "stream=True needs a block: write `with model.trace(prompt, stream=True) as "
+                "tracer:` and read the text from `tracer.backend`, or leave it out to have the "
+                "outputs at the end"
+            )
         prompts = inputs[0] if len(inputs) == 1 else list(inputs)
         if isinstance(prompts, (str, Mapping)) or (
             isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], int)

@@ -7,7 +7,7 @@ import sys
 import uuid
 import warnings
 from types import CodeType, FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from nnsight.intervention.interleaver import Mediator
 from nnsight.modeling.vllm.registration import RegisteringTracer, ServeRegistration
@@ -17,17 +17,7 @@ from nnsight.tracing.tracer import skip_context, skippable
 from ..parsing import again
 from . import edits, lines, magics
 from .body import edit_body
-from .errors import ServedTraceError
 from .link import Link
-
-
-def _raise(error: BaseException, frame: FrameType | None) -> NoReturn:
-    """Raise ``error`` so that its traceback ends at the person's lines; from an ``except``."""
-    __tracebackhide__ = True
-    tail = lines.tail_of(error.remote_traceback) if isinstance(error, ServedTraceError) else None
-    error.__context__ = None
-    lines.cut_behind(frame, tail)
-    raise error.with_traceback(None)
 
 
 class Parsing:
@@ -55,7 +45,7 @@ class ServedTracer(Parsing, VLLMTracer):  # type: ignore[misc]
             handled: bool = super().__exit__(*exception)
             return handled
         except BaseException as error:
-            _raise(error, frame)
+            lines.raise_at(error, frame)
 
     def __enter__(self) -> ServedTracer:
         # Spelled out, because both look for the caller's frame at a fixed depth.
@@ -77,13 +67,14 @@ class ServedTracer(Parsing, VLLMTracer):  # type: ignore[misc]
         __tracebackhide__ = True
         frame, backend = self._frame(), self.backend
         try:
-            backend.awaited = True
+            # What streams is waited for where its text is read.
+            backend.awaited = not getattr(backend, "stream", False)
             handled: bool = super().__exit__(*exception)
-            if handled:
+            if handled and backend.awaited:
                 await backend.run()
             return handled
         except BaseException as error:
-            _raise(error, frame)
+            lines.raise_at(error, frame)
 
 
 class ServedRegistration(ServeRegistration):  # type: ignore[misc]
@@ -164,7 +155,7 @@ class ServedEdit(Parsing, RegisteringTracer):  # type: ignore[misc]
             handled: bool = super().__exit__(*exception)
             return handled
         except BaseException as error:
-            _raise(error, frame)
+            lines.raise_at(error, frame)
 
     async def __aexit__(self, *exception: Any) -> bool:
         __tracebackhide__ = True
@@ -173,4 +164,4 @@ class ServedEdit(Parsing, RegisteringTracer):  # type: ignore[misc]
             handled: bool = await super().__aexit__(*exception)
             return handled
         except BaseException as error:
-            _raise(error, frame)
+            lines.raise_at(error, frame)

@@ -8,7 +8,6 @@ import ssl
 import subprocess
 import sys
 import textwrap
-import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread

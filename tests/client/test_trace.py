@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import signal
 import subprocess
@@ -700,6 +701,84 @@ def test_text_as_it_is_generated(server: FakeServer, model: Any) -> None:
         return await tracer.backend
 
     assert asyncio.run(drained()) == {"x": 5}
+
+
+def test_text_of_an_awaited_block(server: FakeServer, model: Any) -> None:
+    server.answer = tokens
+
+    async def cell() -> Any:
+        async with model.trace("a", stream=True) as tracer:
+            x = model.logits.save()
+        pieces = [str(token) async for token in tracer.backend]
+        async with model.generate("a", stream=True) as tracer:
+            y = model.logits.save()
+        return pieces, x, await tracer.backend
+
+    found = asyncio.run(asyncio.wait_for(cell(), 10))
+    assert found == ([" in", " Paris"], 5, {"x": 5})
+
+
+def test_text_without_a_block_is_refused(server: FakeServer, model: Any) -> None:
+    with pytest.raises(TypeError, match="needs a block"):
+        model.generate("a", stream=True)
+    with pytest.raises(TypeError, match="needs a block"):
+        model.trace("a", stream=True, trace=False)
+    assert not server.traces()
+
+
+def test_an_error_of_a_streamed_block_shows_its_line(server: FakeServer, model: Any) -> None:
+    line = 0
+
+    def answer(seen: Any) -> Any:
+        yield frame("T", b'{"text": "a"}')
+        where = f'Traceback:\n  File "{__file__}", line {line}, in cell\nIndexError: no\n'
+        yield from result({}, error=error_of("IndexError", "no", where))
+
+    server.answer = answer
+
+    def plain() -> None:
+        nonlocal line
+        line = sys._getframe().f_lineno + 2
+        with model.trace("a", stream=True) as tracer:
+            x = model.logits.save()
+        for token in tracer.backend:
+            assert token.text == "a"
+
+    async def awaited(drained: bool) -> None:
+        nonlocal line
+        line = sys._getframe().f_lineno + 2
+        async with model.trace("a", stream=True) as tracer:
+            x = model.logits.save()
+        if drained:
+            await tracer.backend
+        else:
+            async for token in tracer.backend:
+                assert token.text == "a"
+
+    for run in (
+        plain,
+        lambda: asyncio.run(awaited(False)),
+        lambda: asyncio.run(awaited(True)),
+    ):
+        with pytest.raises(IndexError) as caught:
+            run()
+        entries = traceback.extract_tb(caught.value.__traceback__)
+        assert entries[-1].lineno == line and "model.logits" in str(entries[-1].line)
+        assert not any("jupyter_nnsight_serve/client" in entry.filename for entry in entries)
+
+
+def test_a_stream_that_nobody_reads_ends_the_trace(server: FakeServer, model: Any) -> None:
+    server.answer = lambda seen: forever()
+
+    def cell() -> None:
+        with model.trace("a", stream=True) as tracer:
+            x = model.logits.save()
+
+    cell()
+    while not server.traces():
+        time.sleep(0.01)
+    gc.collect()
+    assert server.gone.wait(3)
 
 
 def test_a_stream_that_is_left_ends_the_trace(server: FakeServer, model: Any) -> None:
