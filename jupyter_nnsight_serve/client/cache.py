@@ -20,6 +20,9 @@ from typing import Any
 _KEPT = 16
 """Models, and tokenizers, that are kept; the longest unused go first."""
 
+_SIZES = ".sizes.json"
+"""The file beside a tokenizer's own that names them, with their sizes in bytes."""
+
 
 class Cache:
     """A directory of trees and tokenizers.
@@ -43,6 +46,8 @@ class Cache:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         if not isinstance(etag, str) or not isinstance(description, dict):
+            return None
+        if not isinstance(description.get("tree"), dict):
             return None
         with contextlib.suppress(OSError):
             os.utime(self._model_file(url))
@@ -70,9 +75,14 @@ class Cache:
     # Tokenizers, by id.
 
     def tokenizer(self, identity: str) -> Path | None:
-        """The directory of a kept tokenizer."""
+        """The directory of a kept tokenizer, if all its files are there."""
         directory = self._tokenizer_directory(identity)
-        if not directory.is_dir():
+        try:
+            sizes = json.loads((directory / _SIZES).read_text())
+            whole = all((directory / name).stat().st_size == sizes[name] for name in sizes)
+        except (OSError, ValueError, TypeError):
+            return None
+        if not whole:
             return None
         with contextlib.suppress(OSError):
             os.utime(directory)
@@ -98,6 +108,9 @@ class Cache:
             return temporary
         try:
             _unpack(archive, temporary)
+            if self.tokenizer(identity) is None:
+                # What is left of one, of which files are missing.
+                shutil.rmtree(directory, ignore_errors=True)
             os.replace(temporary, directory)
         except OSError:
             # Another kernel was first, or the disk is full.
@@ -109,6 +122,10 @@ class Cache:
             raise
         _prune(directory.parent)
         return directory
+
+    def drop_tokenizer(self, identity: str) -> None:
+        """Keep a tokenizer no longer."""
+        shutil.rmtree(self._tokenizer_directory(identity), ignore_errors=True)
 
     def _tokenizer_directory(self, identity: str) -> Path:
         if not identity.isalnum():
@@ -122,6 +139,7 @@ class Cache:
 
 
 def _unpack(archive: bytes, directory: Path) -> None:
+    sizes: dict[str, int] = {}
     with zipfile.ZipFile(io.BytesIO(archive)) as zipped:
         for entry in zipped.infolist():
             parts = Path(entry.filename).parts
@@ -132,6 +150,8 @@ def _unpack(archive: bytes, directory: Path) -> None:
             target = directory.joinpath(*parts)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(zipped.read(entry))
+            sizes[target.relative_to(directory).as_posix()] = entry.file_size
+    (directory / _SIZES).write_text(json.dumps(sizes))
 
 
 def _prune(folder: Path) -> None:

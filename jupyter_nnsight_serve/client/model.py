@@ -64,7 +64,7 @@ class ServedModel(VLLM):  # type: ignore[misc]
         self._description = description
         self._tokenizer: Any = None
         self._tokenizer_lock = threading.Lock()
-        module = tree.build(description["tree"])
+        module = tree.build(description.get("tree"))
         module.__dict__["config"] = SimpleNamespace(**(description.get("config") or {}))
         Envoy.__init__(self, module)
         # An envoy travels as its path, which names the same one on the server.

@@ -29,7 +29,7 @@ class _Extra:
         return self.served_extra
 
 
-def build(tree: dict[str, Any]) -> torch.nn.Module:
+def build(tree: Any) -> torch.nn.Module:
     """The stub of a served model's root module.
 
     Parameters

@@ -329,13 +329,38 @@ def test_a_cache_that_is_broken_or_cannot_be_written_is_none(
     folder = tmp_path / "cache"
     connect(server.url, TOKEN, cache_dir=folder)
     (kept,) = (folder / "models").iterdir()
-    for text in ("{", "[]", '{"etag": 1, "model": []}', ""):
+    halved = json.loads(kept.read_text())
+    del halved["model"]["tree"]
+    for text in ("{", "[]", '{"etag": 1, "model": []}', "", json.dumps(halved)):
         kept.write_text(text)
+        assert connect(server.url, TOKEN, cache_dir=folder).model.name == "some/model"
         assert connect(server.url, TOKEN, cache_dir=folder).model.name == "some/model"
     blocked = tmp_path / "file"
     blocked.write_text("")
     model = connect(server.url, TOKEN, cache_dir=blocked / "below").model
     assert model.tokenizer("The").input_ids == [2]
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "all", "wrong"])
+def test_a_kept_tokenizer_that_is_broken_is_fetched_again(
+    server: FakeServer, tmp_path: Path, harm: str
+) -> None:
+    folder = tmp_path / "cache"
+    assert connect(server.url, TOKEN, cache_dir=folder).model.tokenizer("The").input_ids == [2]
+    (kept,) = (folder / "tokenizers").iterdir()
+    names = [entry.name for entry in kept.iterdir() if not entry.name.startswith(".")]
+    for name in names if harm == "all" else ["tokenizer.json"]:
+        file = kept / name
+        if harm == "wrong":
+            file.write_bytes(b"x" * file.stat().st_size)
+        elif harm == "cut":
+            file.write_bytes(file.read_bytes()[:20])
+        else:
+            file.unlink()
+    for _ in range(2):
+        found = connect(server.url, TOKEN, cache_dir=folder).model.tokenizer
+        assert found("The Eiffel").input_ids == [2, 3]
+    assert len([s for s in server.seen if s.path.endswith("/tokenizer")]) == 2
 
 
 def test_an_archive_that_is_not_the_announced_one_is_refused(
