@@ -23,6 +23,7 @@ from .exchange import Event, Exchange
 from .link import Link
 from .outputs import Token
 from .progress import visible
+from .unpickle import ForeignCode
 from .wire import Outcome, PickleForbidden
 
 _TICK_SECONDS = 0.1
@@ -307,6 +308,10 @@ def _undecoded(undecoded: dict[str, Exception]) -> Exception:
             f"{names} came as a pickle, which connect(allow_pickle=False) forbids to open; save "
             "tensors, numbers, strings and lists, tuples or dicts of them. The other saves are "
             "here."
+        )
+    if isinstance(why, ForeignCode):
+        return PickledSaveError(
+            f"{names} holds {why}; save its parts as plain values. The other saves are here."
         )
     if isinstance(why, ImportError):
         module = (why.name or str(why)).partition(".")[0]

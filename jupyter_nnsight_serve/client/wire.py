@@ -10,15 +10,17 @@ import base64
 import ctypes
 import io
 import json
-import pickle
 from bisect import bisect_right
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from . import caches
 from .outputs import Unread, record
+from .unpickle import Unpickler
 
 MAGIC = b"NNSERVE1"
 ALIGNMENT = 64
@@ -189,10 +191,14 @@ class ResultDecoder:
             case "tensor":
                 return self._tensors[content]
             case "array":
-                return self._arrays.setdefault(content, self._tensors[content].numpy())
+                if content not in self._arrays:
+                    self._arrays[content] = self._array(content, value)
+                return self._arrays[content]
             case "scalar":
-                return self._tensors[content].numpy()[()]
-            case "list" | "tuple" | "dict" | "set" | "frozenset" | "cache":
+                return self._array(content, value)[()]
+            case (
+                "list" | "tuple" | "dict" | "set" | "frozenset" | "ordered" | "bytearray" | "cache"
+            ):
                 return self._container(tag, content)
             case "same":
                 return self._numbered[content]
@@ -227,20 +233,36 @@ class ResultDecoder:
                 return self._unpickle(content)
         raise WireError(f"a value of a kind this client does not know: {tag}")
 
+    def _array(self, index: int, about: dict[str, Any]) -> Any:
+        """A numpy array; of a dtype that torch does not have, the bytes are in the tensor."""
+        memory = self._tensors[index].numpy()
+        if "dtype" not in about:
+            return memory
+        dtype = numpy.lib.format.descr_to_dtype(_tuples(about["dtype"]))  # type: ignore[no-untyped-call]
+        if dtype.hasobject:
+            raise WireError("an array of objects, which bytes do not tell")
+        return numpy.ndarray(about["shape"], dtype, memory)
+
     def _values(self, items: list[Any]) -> list[Any]:
         return [self._value(item) for item in items]
 
     def _container(self, tag: str, content: Any) -> Any:
         """A container, numbered as it begins, so that what is in it can name it."""
         number = len(self._numbered)
-        made: Any = [] if tag == "list" else {} if tag == "dict" else None
+        mutable: dict[str, Any] = {"list": list, "dict": dict, "ordered": OrderedDict}
+        made: Any = mutable[tag]() if tag in mutable else None
         # What cannot be made before its items are is never named by one of them.
         self._numbered.append(made)
         if tag == "list":
             made.extend(self._values(content))
-        elif tag == "dict":
-            for key, item in content:
+        elif tag in ("dict", "ordered"):
+            pairs, attributes = (content, ()) if tag == "dict" else content
+            for key, item in pairs:
                 made[self._value(key)] = self._value(item)
+            for key, item in attributes:
+                vars(made)[self._value(key)] = self._value(item)
+        elif tag == "bytearray":
+            made = bytearray(base64.b64decode(content))
         elif tag == "cache":
             made = caches.cache({name: self._value(part) for name, part in content.items()})
         else:
@@ -262,21 +284,22 @@ class ResultDecoder:
     def _unpickle(self, index: int) -> Any:
         if not self.allow_pickle:
             raise PickleForbidden
-        return _Unpickler(io.BytesIO(self._pickles[index]), self._tensors).load()
+        assert self._header is not None
+        data = io.BytesIO(self._pickles[index])
+        return Unpickler(data, self._tensors, self._header.get("python")).load()
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickles what refers to tensors by number."""
+def _tuples(description: Any) -> Any:
+    """numpy's description of a dtype with the tuples that JSON made lists of."""
+    if not isinstance(description, list):
+        return description
+    return [_field(*entry) for entry in description]
 
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
 
-    def persistent_load(self, pid: Any) -> Any:
-        kind, index = pid
-        if kind != "tensor":
-            raise pickle.UnpicklingError(f"a reference of an unknown kind: {kind}")
-        return self._tensors[index]
+def _field(name: Any, dtype: Any, shape: Any = None) -> Any:
+    title = tuple(name) if isinstance(name, list) else name
+    found = (title, _tuples(dtype))
+    return found if shape is None else (*found, tuple(shape))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -7,10 +7,11 @@ pickled, its tensors still outside the pickle, and a client may refuse such a va
 
     b"NNSERVE1" | length of the header: 8 bytes, little-endian | header | padding | data
 
-The header holds ``saves``, ``error``, ``said``, token counts, and for every tensor and pickle its
+The header holds ``saves``, ``error``, ``said``, token counts, the version of Python, whose code a
+pickle may hold, and for every tensor and pickle its
 offset from the beginning of the data, which is the next multiple of 64 after the header.
 
-Within one save the containers (list, tuple, dict, set, frozenset, cache) are numbered in the order
+Within one save the containers (list, tuple, dict, set, frozenset, OrderedDict, bytearray, cache) are numbered in the order
 in which they begin, and one that comes again is ``{"same": number}``.
 """
 
@@ -22,6 +23,8 @@ import io
 import json
 import math
 import pickle
+import platform
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,6 +78,7 @@ class Encoder:
                 "said": outcome.said,
                 "tensors": self.tensors,
                 "pickles": self.pickles,
+                "python": platform.python_version(),
                 "prompt_tokens": outcome.prompt_tokens,
                 "generated_tokens": outcome.generated_tokens,
             },
@@ -132,7 +136,7 @@ class Encoder:
     def _container(self, kind: type, value: Any) -> Any:
         number = self._numbers.get(id(value))
         if number is not None:
-            if number in self._open and kind not in (list, dict, Cache):
+            if number in self._open and kind not in (list, dict, OrderedDict, Cache):
                 raise _Entangled
             return {"same": number}
         number = self._numbers[id(value)] = len(self._numbers)
@@ -144,21 +148,41 @@ class Encoder:
             content = {name: self.value(fields[name]) for name in _CACHE_FIELDS}
             self._caching = False
         elif kind is dict:
-            content = [[self.value(key), self.value(item)] for key, item in value.items()]
+            content = self._pairs(value)
+        elif kind is OrderedDict:
+            # A module's state keeps the versions of its parts in an attribute.
+            content = [self._pairs(value), self._pairs(vars(value))]
+        elif kind is bytearray:
+            content = base64.b64encode(value).decode()
         else:
             content = [self.value(item) for item in value]
         self._open.discard(number)
         return {tag: content}
 
+    def _pairs(self, value: Any) -> list[Any]:
+        return [[self.value(key), self.value(item)] for key, item in value.items()]
+
     def _array(self, value: Any) -> Any:
-        """A numpy array or scalar as a tensor with another tag; pickled where torch has no such."""
+        """A numpy array or scalar as a tensor with another tag.
+
+        Where torch has no such dtype it is a tensor of bytes and numpy's own description of the
+        dtype; it is pickled where its bytes are not all there is to it.
+        """
+        dtype = None
         known = self._known.get(id(value))
         try:
-            index = known[1] if known else self._tensor(torch.from_numpy(_contiguous(value)))
+            tensor = torch.from_numpy(_contiguous(value))
         except (TypeError, ValueError):
-            return {"pickle": self._pickle(value)}
+            dtype = _description(value.dtype)
+            if dtype is None:
+                return {"pickle": self._pickle(value)}
+            tensor = torch.from_numpy(_contiguous(value).reshape(-1).view(numpy.uint8))
+        index = known[1] if known else self._tensor(tensor)
         self._known[id(value)] = (value, index)
-        return {"array" if type(value) is numpy.ndarray else "scalar": index}
+        tagged: dict[str, Any] = {"array" if type(value) is numpy.ndarray else "scalar": index}
+        if dtype is not None:
+            tagged |= {"dtype": dtype, "shape": list(value.shape)}
+        return tagged
 
     def _tensor(self, tensor: torch.Tensor) -> int:
         known = self._known.get(id(tensor))
@@ -208,6 +232,8 @@ _CONTAINERS: dict[type, str] = {
     dict: "dict",
     set: "set",
     frozenset: "frozenset",
+    OrderedDict: "ordered",
+    bytearray: "bytearray",
     Cache: "cache",
 }
 _CACHE_FIELDS = (
@@ -227,6 +253,18 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: ("device", str),
 }
+
+
+def _description(dtype: Any) -> Any:
+    """A numpy dtype as JSON: text, or a list of fields; None where that does not tell all of it."""
+    if dtype.hasobject or not dtype.itemsize:
+        return None
+    try:
+        told = numpy.lib.format.dtype_to_descr(dtype)  # type: ignore[no-untyped-call]
+        whole = numpy.lib.format.descr_to_dtype(told) == dtype  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError):
+        return None
+    return told if whole else None
 
 
 def _contiguous(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import platform
 import signal
 import subprocess
 import sys
@@ -360,6 +361,98 @@ def test_a_class_of_the_notebook_is_the_same_class_when_it_comes_back(
     with model.trace("a"):
         made = model.logits.save()
     assert isinstance(made, kind) and made.x == 5
+
+
+THERE = """
+import sys, cloudpickle
+from cloudpickle.cloudpickle import _lookup_class_or_track
+names = {"__name__": "__main__"}
+exec(sys.argv[1], names)
+for name, identity in zip(sys.argv[3::2], sys.argv[4::2]):
+    _lookup_class_or_track(identity, names[name])
+sys.stdout.buffer.write(cloudpickle.dumps(eval(sys.argv[2], names)))
+"""
+CLASSES = """
+import enum
+SCALE = 1
+class Scored:
+    seen = []
+    def __init__(self, x): self.x = x
+    def show(self): return self.x * SCALE
+class Colour(enum.Enum):
+    RED = 1
+    def shown(self): return self.name
+"""
+
+
+def from_the_server(made: str, **known: str) -> Raw:
+    """What a server pickles of classes that it got under the ids ``known``, or has of its own."""
+    words = [word for pair in known.items() for word in pair]
+    command = [sys.executable, "-c", THERE, CLASSES, made, *words]
+    return Raw(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+def notebook() -> dict[str, Any]:
+    """The names of a notebook that has the classes, and the ids they were sent under."""
+    from cloudpickle.cloudpickle import _get_or_create_tracker_id
+
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(CLASSES, names)
+    names["ids"] = {name: _get_or_create_tracker_id(names[name]) for name in ("Scored", "Colour")}
+    return names
+
+
+OTHER_PYTHON = "3.99.1"
+
+
+@pytest.mark.parametrize("python", [None, platform.python_version(), OTHER_PYTHON])
+def test_a_class_of_the_notebook_is_left_as_it_is(
+    server: FakeServer, model: Any, python: str | None
+) -> None:
+    names = notebook()
+    kind, colour = names["Scored"], names["Colour"]
+    before, seen = dict(vars(kind)), kind.seen
+    there = from_the_server("[Scored(3), Colour.RED, {'again': Scored(4)}]", **names["ids"])
+    answering(server, {"made": there}, python=python)
+    with model.trace("a"):
+        made = model.logits.save()
+    assert type(made[0]) is kind and made[1] is colour.RED and type(made[2]["again"]) is kind
+    assert kind.seen is seen and dict(vars(kind)) == before
+    names["SCALE"] = 10
+    assert made[0].show() == 30 and colour.RED.shown() == "RED"
+
+
+def test_a_class_of_the_server_is_the_same_at_each_trace(server: FakeServer, model: Any) -> None:
+    answering(server, {"made": from_the_server("Scored(3)", Scored="4" * 32)})
+    kinds = []
+    for _ in range(2):
+        with model.trace("a"):
+            made = model.logits.save()
+        assert made.show() == 3
+        kinds.append(type(made))
+    assert kinds[0] is kinds[1]
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        ("Scored(3)", "the class Scored"),
+        ("[Scored, Colour.RED]", "the class Scored and the class Colour"),
+        ("lambda: 1", "the function <lambda>"),
+        ("Scored(3).show", "the function Scored.show and the class Scored"),
+    ],
+)
+def test_code_of_another_python_is_refused_by_name(
+    server: FakeServer, model: Any, made: str, what: str
+) -> None:
+    answering(server, {"odd": from_the_server(made), "fine": 1}, python=OTHER_PYTHON)
+    for _ in range(2):
+        with pytest.raises(PickledSaveError) as caught:
+            with model.trace("a"):
+                odd = fine = model.logits.save()
+    text = str(caught.value)
+    assert f"`odd` holds {what}, whose code" in text and fine == 1
+    assert f"Python {OTHER_PYTHON}" in text and f"Python {platform.python_version()}" in text
 
 
 def test_a_save_of_a_module_that_is_not_here_is_named(server: FakeServer, model: Any) -> None:

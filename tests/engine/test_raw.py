@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import numpy
@@ -164,8 +165,53 @@ def test_text_and_numbers_of_a_type_of_their_own_keep_it() -> None:
     class Name(str):
         pass
 
-    header, _ = encode(a=Name("x"), b=numpy.str_("y"), c=numpy.array(["z"]))
+    class Numbers(dict):  # type: ignore[type-arg]
+        pass
+
+    header, _ = encode(a=Name("x"), b=Numbers(), c=numpy.array(["z", 1], dtype=object))
     assert header["saves"] == {"a": {"pickle": 0}, "b": {"pickle": 1}, "c": {"pickle": 2}}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.str_("ä b"),
+        numpy.array(["a", "", "äöü"]),
+        numpy.array([["a", "bcd"]])[:, ::-1],
+        numpy.array([b"a", b"bc"]),
+        numpy.array([1.0, -2.5], dtype=">f4"),
+        numpy.array([1], dtype=">i8")[0],
+        numpy.array("2024-02-03", dtype="M8[D]"),
+        numpy.timedelta64(3, "s"),
+        numpy.longdouble(1) / 3,
+        numpy.array(
+            [(1, [2.0, 3.0], ("x",))], dtype=[("a", "i4"), ("b", ">f8", 2), ("c", [("d", "U3")])]
+        ),
+        numpy.zeros((0, 3), dtype="U2"),
+        numpy.zeros(2, dtype={"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 12]}),
+    ],
+    ids=lambda value: str(value.dtype)[:20],
+)
+def test_arrays_of_what_torch_does_not_have_need_no_pickle(value: Any) -> None:
+    found, again = home(x=(value, value))["x"]
+    assert type(found) is type(value) and found.dtype == value.dtype
+    assert found.shape == value.shape and found.tobytes() == value.tobytes()
+    if isinstance(found, numpy.ndarray):
+        assert found is again and found.flags.writeable
+
+
+def test_ordered_dicts_and_bytes_that_change_need_no_pickle() -> None:
+    ordered: Any = OrderedDict(b=torch.ones(2), a=1)
+    ordered["itself"] = ordered
+    buffer = bytearray(b"\0\xff")
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    found = home(x=(ordered, buffer, buffer), y=state)
+    (kept, one, other), again = found["x"], found["y"]
+    assert type(kept) is OrderedDict and list(kept) == ["b", "a", "itself"]
+    assert kept["itself"] is kept and torch.equal(kept["b"], torch.ones(2))
+    assert type(one) is bytearray and one == buffer and one is other
+    assert again._metadata == state._metadata and list(again) == list(state)
+    assert not list(differences(canonical(dict(state)), canonical(dict(again)), None))
 
 
 def test_what_is_one_object_stays_one() -> None:
