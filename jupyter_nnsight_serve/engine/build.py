@@ -34,7 +34,7 @@ from .advice import names_of_siblings, unnamed_saves
 from .errors import BadBodyError, OtherModelError, TooLargeError
 from .requests import BLOCK, EDITS, SCOPE
 from .said import Said, listening
-from .scan import RefusedGlobalError, Scan
+from .scan import DamagedPickleError, RefusedGlobalError, Scan
 from .sources import Scope
 from .tree import difference, envoys_by_id, tag
 
@@ -314,6 +314,8 @@ class Builder:
             self.scan.check(body)
         except RefusedGlobalError as error:
             raise BadBodyError(NOT_LOADED.format(why=error)) from None
+        except DamagedPickleError as error:
+            raise BadBodyError(NOT_A_TRACE.format(why=error)) from None
         try:
             with blocks.contained():
                 return blocks.loads(body, self.persistent_objects, scope)

@@ -4,14 +4,13 @@ A trace is code, and code can do all of this by other ways: the scan stops accid
 block that captures `os.system` or an open socket, and the plainest of malicious pickles. It is no
 sandbox (docs/security.md).
 
-The names are exact pairs of module and attribute. A body is searched for their text first, which
-is fast and finds every body that can name them literally; only those are read opcode by opcode.
+The names are exact pairs of module and attribute. The same look finds a pickle that numbers an
+object beyond its own length: loading it would take memory for all the numbers up to that one.
 """
 
 from __future__ import annotations
 
 import pickletools
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -71,6 +70,13 @@ class RefusedGlobalError(Exception):
         )
 
 
+class DamagedPickleError(Exception):
+    """A pickle numbers an object beyond its own length, which only a broken one does."""
+
+    def __init__(self) -> None:
+        super().__init__("it is damaged: it numbers more objects than it has bytes")
+
+
 class Scan:
     """Looks for names in pickles.
 
@@ -83,16 +89,17 @@ class Scan:
     def __init__(self, more: Iterable[str] = ()) -> None:
         added = (name.rpartition(".") for name in more)
         self._refused = REFUSED | {(module, name) for module, _, name in added}
-        names = sorted({name for _, name in self._refused}, key=len, reverse=True)
-        self._names = re.compile(b"|".join(re.escape(name.encode()) for name in names))
 
     def check(self, body: bytes) -> None:
-        """Raise `RefusedGlobalError` for a pickle that names what is refused.
+        """Refuse a pickle that is not to be loaded; what is no pickle passes, and loading tells.
 
-        Bytes that are no pickle pass: loading them says what is wrong.
+        Raises
+        ------
+        RefusedGlobalError
+            It names what is refused.
+        DamagedPickleError
+            It numbers an object beyond its own length.
         """
-        if not self._names.search(body):
-            return
         for pair in _globals(body):
             if pair in self._refused:
                 raise RefusedGlobalError(pair)
@@ -110,6 +117,8 @@ def _globals(body: bytes) -> Iterator[Pair]:
             elif opcode.name == "MEMOIZE":
                 memo[len(memo)] = strings[-1] if strings else ""
             elif opcode.name in ("BINPUT", "LONG_BINPUT", "PUT"):
+                if int(argument) > len(body):
+                    raise DamagedPickleError
                 memo[int(argument)] = strings[-1] if strings else ""
             elif opcode.name in ("BINGET", "LONG_BINGET", "GET"):
                 strings.append(memo.get(int(argument), ""))
@@ -119,6 +128,8 @@ def _globals(body: bytes) -> Iterator[Pair]:
             elif opcode.name == "STACK_GLOBAL":
                 # The two strings pushed last, directly or from the memo.
                 yield from zip(strings[-2:-1], strings[-1:], strict=True)
+    except DamagedPickleError:
+        raise
     except Exception:
         # Loading tells of a malformed pickle, and in what words.
         return

@@ -183,6 +183,16 @@ def test_other_bodies_are_refused_in_a_sentence(tiny: Server, pytestconfig: pyte
         run()
 
 
+def test_a_body_that_numbers_an_object_beyond_its_length_takes_no_memory(tiny: Server) -> None:
+    # An object that is given the number 1,300,000,000: room for all before it would be 20 GB.
+    body = b"\x80\x04Nr" + (1_300_000_000).to_bytes(4, "little") + b"."
+    with Post(tiny) as post:
+        for path in ("/nnsight/generate", "/nnsight/register/x"):
+            status, answer = post(path, body, False)
+            assert status == 400
+            assert "it numbers more objects than it has bytes" in json.loads(answer)["message"]
+
+
 def test_a_body_that_names_what_no_trace_needs_is_refused_before_it_is_loaded(
     tiny: Server, tmp_path: Any
 ) -> None:
