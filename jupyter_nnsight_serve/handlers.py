@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jupyter_server.auth.decorator import allow_unauthenticated
@@ -29,15 +29,15 @@ KEYS_AT_ONCE = 50
 
 ORDERS = ("start", "stop", "restart")
 
-# Headers of a trace that are for the engine.
-_PASSED = (
-    "nnsight-compress",
-    "Accept",
-    "Nnsight-Tree",
-    "Nnsight-Model",
-    "Nnsight-Tokens",
-    "Nnsight-Progress",
-)
+# Headers of a trace that are for the engine; the two that say what it is written for go with an
+# edit as well.
+_WRITTEN_FOR = ("Nnsight-Tree", "Nnsight-Model")
+_PASSED = ("nnsight-compress", "Accept", *_WRITTEN_FOR, "Nnsight-Tokens", "Nnsight-Progress")
+
+
+def _present(headers: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Those of the named headers that are there."""
+    return {name: headers[name] for name in names if name in headers}
 
 
 class GenerateHandler(StreamingHandler):
@@ -55,7 +55,7 @@ class GenerateHandler(StreamingHandler):
         """The engine's generate."""
         assert self.trace is not None
         headers = self.request.headers
-        passed = {name: headers[name] for name in _PASSED if name in headers}
+        passed = _present(headers, _PASSED)
         return (
             "POST",
             "/generate",
@@ -141,11 +141,8 @@ class EditHandler(StreamingHandler):
 
     def target(self) -> tuple[str, str, dict[str, str]]:
         """The engine's own place for this edit."""
-        headers = {"nnsight-compress": self.edit.compressed}
-        for name in ("Nnsight-Tree", "Nnsight-Model"):
-            if name in self.request.headers:
-                headers[name] = self.request.headers[name]
-        return "PUT", self.edit.target, headers
+        written_for = _present(self.request.headers, _WRITTEN_FOR)
+        return "PUT", self.edit.target, {"nnsight-compress": self.edit.compressed, **written_for}
 
     def answered(self, head: ResponseHead) -> None:
         """Record an edit that the engine took."""

@@ -144,10 +144,10 @@ async def test_base_url_may_have_any_name(extension: NNsightServe, ask: Ask) -> 
 async def test_files_below_folders_of_that_name_stay_jupyters(
     extension: NNsightServe, ask: Ask, jp_root_dir: Path
 ) -> None:
-    folder = jp_root_dir / "work" / "v1" / "nnsight"
+    folder = jp_root_dir / "notes" / "v1" / "nnsight"
     folder.mkdir(parents=True)
     (folder / "generate").write_text("a file")
-    found = await ask("/api/contents/work/v1/nnsight/generate")
+    found = await ask("/api/contents/notes/v1/nnsight/generate")
     assert json.loads(found.body)["content"] == "a file"
 
 
